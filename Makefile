@@ -15,7 +15,11 @@ LAB_PACKAGES := tests/lab/packages.txt
 export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/collections
 
 MODULES = $(patsubst plugins/modules/%.py,gpuops.gpu.%,$(wildcard plugins/modules/[!_]*.py))
-ROLES = $(patsubst roles/%/meta/,gpuops.gpu.%,$(wildcard roles/*/meta/))
+ROLES = $(patsubst roles/%/,gpuops.gpu.%,$(wildcard roles/*/))
+
+# For each module and role: a command that uses $$kind and $$name. ansible-doc exits 0 for a name
+# that it does not know, so its output has to be looked at too.
+document = for each in $(MODULES:%=module:%) $(ROLES:%=role:%); do kind=$${each%%:*} name=$${each\#*:}; $(1); done
 
 .PHONY: help setup packages lint test unit demo bench gpu-test docs wheel clean
 
@@ -57,8 +61,8 @@ lint: setup ## ruff, mypy, ansible-lint, and every module and role has documenta
 	$(BIN)/ruff format --check
 	$(BIN)/mypy gpuops $(wildcard collections/ansible_collections/gpuops/gpu/plugins/module_utils)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/ansible-lint --offline --profile production
-	@for name in $(MODULES); do $(BIN)/ansible-doc -t module "$$name" >/dev/null; echo "documented: $$name"; done
-	@for name in $(ROLES); do $(BIN)/ansible-doc -t role "$$name" >/dev/null; echo "documented: $$name"; done
+	@$(call document,text=$$($(BIN)/ansible-doc -t $$kind $$name); \
+	  [[ $$text == *$$name* ]] || { echo "lint: $$kind $$name has no documentation" >&2; exit 1; })
 
 test: lint ## everything that needs no GPU: set up, lint, all tests
 	$(BIN)/pytest --ignore=tests/gpu $(PYTEST_ARGS)
@@ -76,8 +80,7 @@ gpu-test: setup ## tests on a real NVIDIA GPU
 	$(BIN)/pytest tests/gpu $(PYTEST_ARGS)
 
 docs: setup ## print the documentation of every module and role
-	@for name in $(MODULES); do $(BIN)/ansible-doc -t module "$$name"; done
-	@for name in $(ROLES); do $(BIN)/ansible-doc -t role "$$name"; done
+	@$(call document,$(BIN)/ansible-doc -t $$kind $$name)
 
 wheel: setup ## build wheel and source distribution into dist/
 	rm -rf dist
