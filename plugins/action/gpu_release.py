@@ -1,0 +1,77 @@
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Controller side of gpu_release: one rung a call, and who is still to be climbed for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, node  # noqa: F401
+from ansible_collections.gpuops.gpu.plugins.plugin_utils.batch import BatchAction
+
+
+class ActionModule(BatchAction):
+    """Climb one rung for the targets that are not settled yet, or take one host's outcome."""
+
+    VERB = "release"
+    SPEC = arguments.RELEASE
+    CONTROLLER_ONLY = ("after",)
+
+    def prepare(self, task_vars: dict[str, Any]) -> dict[str, Any]:
+        """Leave out who is settled after the step before; remember what check mode planned."""
+        args = super().prepare(task_vars)
+        if "after" not in self._task.args:
+            return args
+        after = self._task.args["after"].get("hosts", {})
+        hosts = {name: host for name, host in after.items() if not host["settled"]}
+        args["targets"] = [target for target in args["targets"] if target["name"] in hosts]
+        args["planned"] = {
+            name: host.get("planned", []) + [action["node_pid"] for action in host["actions"]]
+            for name, host in hosts.items()
+            if self._task.check_mode
+        }
+        return args
+
+    def request(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Check mode travels with the request: the node then only says whom it would signal."""
+        return dict(super().request(args), check=self._task.check_mode)
+
+    def execute(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        """As any batch; what is planned so far stays with each host for the next rung."""
+        answer = super().execute(args, task_vars)
+        for name, host in answer.get("hosts", {}).items():
+            host["planned"] = args["planned"].get(name, [])
+            host["rung"] = args["rung"]["name"]
+        return answer
+
+    def merge(self, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+        """The last state, with everything that was done on the way to it, and a diff."""
+        merged = dict(rounds[-1])
+        merged["before"] = rounds[0]["before"]
+        merged["actions"] = [action for each in rounds for action in each["actions"]]
+        merged["changed"] = any(each["changed"] for each in rounds)
+        merged["rungs"] = [
+            {
+                "name": each["rung"],
+                "verdict": each["verdict"],
+                "signalled": len(each["actions"]),
+                "timings": each["timings"],
+            }
+            for each in rounds
+        ]
+        gone = {action["node_pid"] for action in merged["actions"]}
+        held = [_line(holder) for holder in rounds[0]["holders"]]
+        left = [_line(holder) for holder in rounds[-1]["holders"] if holder["node_pid"] not in gone]
+        merged["diff"] = {
+            "before_header": f"holders of {merged['name']}",
+            "after_header": f"holders of {merged['name']}",
+            "before": "".join(held),
+            "after": "".join(left),
+        }
+        return merged
+
+
+def _line(holder: dict[str, Any]) -> str:
+    gpus = ",".join(str(minor) for minor in holder["gpus"])
+    return f"{holder['node_pid']} {holder['name']} ({holder['owner']}) on GPU {gpus or '-'}\n"

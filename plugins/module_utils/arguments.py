@@ -1,0 +1,42 @@
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The arguments of the modules, as data: the modules and their action plugins share them."""
+
+from __future__ import annotations
+
+TARGETS = {
+    "type": "list",
+    "elements": "dict",
+    "options": {
+        "name": {"type": "str", "required": True},
+        "vmid": {"type": "int", "default": 0},
+        "expected_gpus": {"type": "int", "default": 0},
+        "gpus": {"type": "list", "elements": "str", "default": []},
+        "baseline_mib": {"type": "int", "default": 0},
+        "protect": {"type": "list", "elements": "str", "default": []},
+        "smi_timeout": {"type": "float", "default": 10.0},
+    },
+}
+
+RUNG = {
+    "type": "dict",
+    "options": {
+        "name": {"type": "str", "required": True},
+        "select": {
+            "type": "str",
+            "required": True,
+            "choices": ["workloads", "dirty_gpus", "devices", "escaped"],
+        },
+        "signal": {"type": "str", "required": True, "choices": ["TERM", "INT", "KILL"]},
+        "wait": {"type": "float", "required": True},
+    },
+}
+
+STATE = {"targets": dict(TARGETS, required=True)}
+
+RELEASE = {
+    "targets": dict(TARGETS, required=True),
+    "rung": dict(RUNG, required=True),
+    "planned": {"type": "dict", "default": {}},
+}

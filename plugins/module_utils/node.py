@@ -1,0 +1,532 @@
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The program of the acting host: read, and if told so release, a batch of targets.
+
+One execution serves any number of targets of this host: one scan of its processes is shared, and
+each target has its own thread and deadlines, so that one that hangs does not hold up the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    holders,
+    nvidia_smi,
+    owners,
+    signals,
+    verdict,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing takes a quarter as long to import as Python takes to start
+    from typing import Any
+
+# The answer is the rest of the line after this word; whatever else reaches stdout is noise.
+SENTINEL = "gpuops-answer "
+
+# So many targets are worked on at once; each costs a `pct exec`, which is not cheap to start.
+TARGETS_AT_ONCE = 32
+
+# Seconds after SIGKILL from which a process that is still there counts as unkillable.
+UNKILLABLE_AFTER = 5.0
+
+# Seconds between looks for new holders while memory is being released, doubled each time.
+FIRST_LOOK_AFTER = 0.4
+# The longest pause between two readings of memory, in seconds.
+LONGEST_PAUSE = 0.25
+
+
+class Node:
+    """What all targets of this host share: device numbers, one scan, the driver's list."""
+
+    def __init__(self, smi_timeout: float) -> None:
+        self.devices = holders.read_devices()
+        self.own_namespaces = owners.pid_namespaces(os.getpid())
+        self.own_owner = owners.owner_of(
+            _read_own_cgroup(), self.own_namespaces, self.own_namespaces
+        )
+        self.own_family = set(holders.family(os.getpid()))
+        self.in_container = _in_container()
+        self.problems: list[str] = []
+        self.minors = nvidia_smi.minors_from_proc()
+        self.session = nvidia_smi.Session("the node", [], smi_timeout)
+        self._apps_readable = True
+        self._lock = threading.Lock()
+        self._scan: holders.Scan | None = None
+        if not self.minors:
+            self.minors = self._minors_from_tool()
+
+    def _minors_from_tool(self) -> dict[str, int]:
+        self.session.ask("minors")
+        try:
+            return nvidia_smi.parse_minors(self.session.answer()[0])
+        except nvidia_smi.SmiError:
+            return {}
+
+    def look(self, since: float, deep: bool = False) -> holders.Scan:
+        """A scan that began at or after ``since`` (monotonic seconds), shared where it can be."""
+        with self._lock:
+            last = self._scan
+            if last is not None and last.started >= since and (last.deep or not deep):
+                return last
+            if self._apps_readable:
+                self.session.ask("apps")
+            found = holders.scan(self.devices, deep)
+            if self._apps_readable and not self._add_driver_list(found) and not deep:
+                # The driver names a process that the quick look did not find a device on.
+                started = found.started
+                found = holders.scan(self.devices, deep=True)
+                found.started = started
+                self.session.ask("apps")
+                self._add_driver_list(found)
+            for pid, holder in list(found.holders.items()):
+                if not holders.describe(holder) or self._is_own(holder):
+                    del found.holders[pid]
+                    continue
+                holder.owner = owners.owner_of(
+                    holder.cgroup, holder.namespaces, self.own_namespaces
+                )
+            self._scan = found
+            return found
+
+    def _add_driver_list(self, found: holders.Scan) -> bool:
+        """Add what the driver says to holders that /proc confirms; False if it names others.
+
+        The number in the driver's list is believed only where the process behind it really holds
+        a device: drivers differ in whose PID numbers they report inside containers.
+        """
+        apps, problems = self.session.apps()
+        if problems:
+            self._apps_readable = False
+            self.problems.append("the driver's list of processes: %s" % problems[0])
+            return True
+        complete = True
+        for app in apps:
+            holder = found.holders.get(app.pid)
+            minor = self.minors.get(app.gpu_uuid)
+            if holder is None:
+                complete = False
+            elif minor is not None:
+                holder.evidence.setdefault("gpu%d" % minor, set()).add("driver list")
+                holder.used_mib[minor] = app.used_mib
+        return complete
+
+    def _is_own(self, holder: holders.Holder) -> bool:
+        """A reader that we started: nvidia-smi itself opens the devices."""
+        return os.getpid() in holders.family(holder.pid)[1:]
+
+    def view(self, target: verdict.Target, found: holders.Scan) -> verdict.View:
+        """Sort the holders by what may be done to them on behalf of this target."""
+        view = verdict.View()
+        view.unreadable = found.unreadable
+        home = owners.container_namespace(target.vmid) if target.vmid else self.own_namespaces[0]
+        for holder in found.holders.values():
+            why = self._why_not(target, holder, home)
+            if not why:
+                view.mine.append(holder)
+                continue
+            view.spared.append((holder, why))
+            if why.startswith("protected"):
+                view.protected.add(holder.pid)
+        return view
+
+    def _why_not(self, target: verdict.Target, holder: holders.Holder, home: int | None) -> str:
+        """Why this holder must not be touched for this target, or ``""`` if it may be."""
+        if holder.pid in self.own_family:
+            return "protected: gpuops itself or what it runs under"
+        if holder.pid == 1 or (holder.ns_pid == 1 and holder.namespaces[:1] == [home]):
+            return "protected: it is PID 1"
+        name = verdict.protected_by(holder, target.protect)
+        if name:
+            return "protected by name (%s)" % name
+        if target.vmid:
+            if holder.owner.kind == "lxc" and holder.owner.id == str(target.vmid):
+                return ""
+            if home is not None and home in holder.namespaces and home not in self.own_namespaces:
+                evidence = "PID namespace %d; it left the cgroup" % home
+                holder.owner = owners.Owner("lxc", str(target.vmid), evidence, by_namespace=True)
+                return ""
+            return "foreign: it belongs to %s" % holder.owner
+        own = self.own_owner
+        if holder.owner.kind == "unknown":
+            return "foreign: %s" % holder.owner.evidence
+        if holder.owner.fenced and (holder.owner.kind, holder.owner.id) != (own.kind, own.id):
+            return "foreign: it belongs to %s" % holder.owner
+        return ""
+
+
+def _read_own_cgroup() -> str | None:
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8") as text:
+            return text.read()
+    except OSError:
+        return None
+
+
+def _in_container() -> bool:
+    """Are we inside a container? systemd and LXC tell PID 1 so; others mark /run or /."""
+    if any(os.path.exists(mark) for mark in ("/run/systemd/container", "/.dockerenv")):
+        return True
+    try:
+        with open("/proc/1/environ", "rb") as environment:
+            return any(line.startswith(b"container=") for line in environment.read().split(b"\0"))
+    except OSError:
+        return False
+
+
+class Work:
+    """One target's part of a run: its reader, its readings and what comes of them."""
+
+    def __init__(self, node: Node, target: verdict.Target) -> None:
+        self.node = node
+        self.target = target
+        target.inside = node.in_container and not target.vmid
+        prefix = ["pct", "exec", str(target.vmid), "--"] if target.vmid else []
+        self.session = nvidia_smi.Session(target.place, prefix, target.smi_timeout)
+        self.readings: list[nvidia_smi.Reading] = []
+        self.view = verdict.View()
+        self.scan: holders.Scan | None = None
+        self.actions: list[dict[str, Any]] = []
+        self.before: list[dict[str, Any]] = []
+        self.timings: dict[str, float] = {}
+        self.nodes = 0
+
+    def start(self) -> None:
+        """Ask what the first decision needs; the answers are made while the host is scanned."""
+        self.session.ask("nodes")
+        self.session.ask("gpus")
+
+    def count_nodes(self) -> None:
+        """How many GPUs the place should show: as many as it has device nodes."""
+        try:
+            text, code = self.session.answer()
+        except nvidia_smi.SmiError:
+            return  # The reading that follows fails in the same way and says so.
+        names = text.split() if code == 0 else []
+        self.nodes = sum(1 for name in names if name[:6] == "nvidia" and name[6:].isdigit())
+
+    def read(self) -> nvidia_smi.Reading:
+        """Take the answer to the last question and keep it."""
+        reading = self.session.gpus()
+        for gpu in reading.gpus:
+            gpu.minor = self.node.minors.get(gpu.uuid)
+        self.readings.append(reading)
+        return reading
+
+    def wanted(self) -> list[nvidia_smi.Gpu]:
+        """The GPUs of the last reading that this run is about."""
+        return [gpu for gpu in self.readings[-1].gpus if self.target.wants(gpu)]
+
+    def problem(self) -> str:
+        """What is wrong with the last reading, if anything."""
+        return verdict.unreadable(self.target, self.readings[-1], self.nodes)
+
+    def all_zero(self) -> bool:
+        """Did the last reading show zero everywhere?"""
+        return not self.problem() and all(self.target.is_zero(gpu) for gpu in self.wanted())
+
+    def look(self, since: float) -> None:
+        """Find the holders; look deeply if those found do not explain the memory in use."""
+        self.scan = self.node.look(since)
+        self.view = self.node.view(self.target, self.scan)
+        if not self.scan.deep and not self.problem() and self._unexplained():
+            self.scan = self.node.look(since, deep=True)
+            self.view = self.node.view(self.target, self.scan)
+
+    def _unexplained(self) -> bool:
+        return any(
+            not self.target.is_zero(gpu) and (not self.explained(gpu) or self.loose_mib(gpu))
+            for gpu in self.wanted()
+        )
+
+    def explained(self, gpu: nvidia_smi.Gpu) -> bool:
+        """Is there a living holder that may own this GPU's memory?"""
+        everyone = self.view.mine + [holder for holder, _ in self.view.spared]
+        return any(
+            verdict.explains(holder, gpu.minor)
+            for holder in everyone
+            if gpu.minor is None or gpu.minor in holder.gpus
+        )
+
+    def loose_mib(self, gpu: nvidia_smi.Gpu) -> int | None:
+        """MiB of this GPU that the driver ascribes to no process; ``None`` where not known."""
+        if gpu.used_mib is None or gpu.minor is None or self.scan is None:
+            return None
+        known = 0
+        for holder in self.scan.holders.values():
+            used = holder.used_mib.get(gpu.minor, 0)
+            if used is None:
+                return None
+            known += used
+        return max(0, gpu.used_mib - known)
+
+    def state(self) -> dict[str, Any]:
+        """Read, look, and read again if it seems clean: changes nothing."""
+        since = time.monotonic()
+        self.start()
+        scan = self.node.look(since)  # while nvidia-smi answers
+        self.count_nodes()
+        self.read()
+        self.look(scan.started)
+        self.before = self.gpus()
+        return self.finish()
+
+    def finish(self) -> dict[str, Any]:
+        """The result, with the second reading that a proof of clean needs."""
+        if (
+            self.all_zero()
+            and not self.view.mine
+            and (len(self.readings) < 2 or not self._was_zero(-2))
+        ):
+            self.session.ask("gpus")
+            self.read()
+        judged = verdict.judge(self.target, self.readings, self.view, self.nodes)
+        return self.result(judged)
+
+    def _was_zero(self, which: int) -> bool:
+        gpus = [gpu for gpu in self.readings[which].gpus if self.target.wants(gpu)]
+        return bool(gpus) and all(self.target.is_zero(gpu) for gpu in gpus)
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """The GPUs of the last reading with verdict and unattributed memory."""
+        rows = []
+        for gpu in self.wanted() if self.readings else []:
+            row = gpu.as_dict()
+            row["verdict"] = verdict.judge_gpu(self.target, gpu, self.view)
+            row["unattributed_mib"] = self.loose_mib(gpu)
+            rows.append(row)
+        return rows
+
+    def result(self, judged: verdict.Verdict) -> dict[str, Any]:
+        """Everything about this target as plain data."""
+        return {
+            "name": self.target.name,
+            "verdict": judged.word,
+            "reason": judged.reason,
+            "remedy": judged.remedy,
+            "place": self.target.place,
+            "inside": self.target.inside,
+            "before": self.before,
+            "gpus": self.gpus(),
+            "holders": [holder.as_dict() for holder in self.view.mine],
+            "spared": [dict(holder.as_dict(), why=why) for holder, why in self.view.spared],
+            "stuck": {str(pid): why for pid, why in self.view.stuck.items()},
+            "actions": self.actions,
+            "changed": any(action["result"] == "sent" for action in self.actions),
+            # Nothing left for a further rung: clean, hopeless, or nobody there to signal.
+            "settled": judged.word != verdict.HELD or not self.view.mine,
+            "readings": len(self.readings),
+            "timings": self.timings,
+            "scan": {
+                "seconds": self.scan.seconds if self.scan else None,
+                "processes": self.scan.processes if self.scan else 0,
+                "deep": bool(self.scan and self.scan.deep),
+            },
+            "problems": self.node.problems,
+        }
+
+    def release(self, rung: dict[str, Any], check: bool, planned: list[int]) -> dict[str, Any]:
+        """Climb one rung: choose, signal, and wait until clean or until waiting is pointless.
+
+        :param rung: ``name``, ``select``, ``signal`` and ``wait`` (seconds).
+        :param check: only say who would be signalled.
+        :param planned: in check mode, node PIDs that an earlier rung would have ended.
+        """
+        result = self.state()
+        if result["verdict"] != verdict.HELD:
+            return result
+        chosen = [holder for holder in self.choose(rung["select"]) if holder.pid not in planned]
+        if check:
+            self.actions = [action(holder, rung, "would be sent") for holder in chosen]
+            left = [
+                holder
+                for holder in self.view.mine
+                if holder not in chosen and holder.pid not in planned
+            ]
+            return dict(result, actions=self.actions, changed=bool(chosen), settled=not left)
+        if not chosen:
+            return result
+        self.wait(self.signal_all(chosen, rung), rung)
+        return self.result(verdict.judge(self.target, self.readings, self.view, self.nodes))
+
+    def choose(self, select: str) -> list[holders.Holder]:
+        """The holders that a rung is about, out of those in scope and not protected."""
+        dirty = {gpu.minor for gpu in self.wanted() if not self.target.is_zero(gpu)}
+        asked = {gpu.minor for gpu in self.wanted()}
+        everything = not self.target.gpus
+        return [
+            holder
+            for holder in self.view.mine
+            if SELECTIONS[select](holder, dirty) and (everything or holder.gpus & asked)
+        ]
+
+    def signal_all(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
+        """Signal each of these that is still itself and still holds a device."""
+        grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
+        still = holders.scan(self.node.devices, deep=True, pids=[grip.pid for grip in grips])
+        sent = []
+        for holder, grip in zip(chosen, grips):
+            outcome = grip.send(rung["signal"]) if grip.pid in still.holders else "let go"
+            self.actions.append(action(holder, rung, outcome))
+            if outcome == "sent":
+                sent.append(grip)
+            else:
+                grip.close()
+        return sent
+
+    def wait(self, grips: list[signals.Grip], rung: dict[str, Any]) -> None:
+        """Read until two zeros with everybody gone, or until more waiting cannot help."""
+        began = time.monotonic()
+        pause = Pause(began)
+        zeros = 0
+        looked = False  # since the first of the zeros
+        while True:
+            self.session.ask("gpus")
+            alive = [grip for grip in grips if not grip.ended()]
+            if zeros and not alive and not looked:
+                self.look(time.monotonic())
+                looked = True
+            self.read()
+            elapsed = time.monotonic() - began
+            if self.problem():
+                break
+            zeros = zeros + 1 if self.all_zero() else 0
+            looked = looked and zeros > 0
+            if zeros == 1:
+                self.timings["zero"] = elapsed
+            if zeros >= 2 and not alive and looked:
+                self.timings["second_zero"] = elapsed
+                break
+            stuck = alive if rung["signal"] == "KILL" and elapsed > UNKILLABLE_AFTER else []
+            if stuck or elapsed > float(rung["wait"]):
+                self.look(time.monotonic())
+                self.name_stuck({grip.pid for grip in stuck})
+                break
+            if not alive and not zeros and pause.time_to_look():
+                self.look(time.monotonic())
+                if all(self.target.is_zero(gpu) or self.explained(gpu) for gpu in self.wanted()):
+                    break  # Somebody else owns what is left: the next rung's matter, or foreign.
+            pause.between_readings()
+        for grip in grips:
+            grip.close()
+
+    def name_stuck(self, pids: set[int]) -> None:
+        """Record what those that outlived SIGKILL are waiting for."""
+        for holder in self.view.mine:
+            if holder.pid in pids:
+                self.view.stuck[holder.pid] = signals.why_stuck(holder.pid)
+
+    def close(self) -> None:
+        """Let the reader go."""
+        self.session.close()
+
+
+class Pause:
+    """How long to wait between readings and between looks: short at first, then longer."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.next_look = began
+        self.patience = FIRST_LOOK_AFTER
+
+    def time_to_look(self) -> bool:
+        """Is a look for new holders due? The first at once, then ever more rarely."""
+        if time.monotonic() < self.next_look:
+            return False
+        self.next_look = time.monotonic() + self.patience
+        self.patience *= 2
+        return True
+
+    def between_readings(self) -> None:
+        """A twentieth of the time already waited, so that nobody waits much longer for it."""
+        time.sleep(min(LONGEST_PAUSE, (time.monotonic() - self.began) / 20))
+
+
+# What a rung is about: holder and the minor numbers of the GPUs that are not zero.
+SELECTIONS = {
+    "workloads": lambda holder, dirty: holder.is_workload and not holder.escaped,
+    "dirty_gpus": lambda holder, dirty: bool(holder.gpus & dirty) and not holder.escaped,
+    "devices": lambda holder, dirty: not holder.escaped,
+    "escaped": lambda holder, dirty: holder.escaped,
+}
+
+
+def action(holder: holders.Holder, rung: dict[str, Any], outcome: str) -> dict[str, Any]:
+    """What was done to whom, for the record."""
+    return dict(holder.as_dict(), rung=rung["name"], signal=rung["signal"], result=outcome)
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Serve one request: ``verb`` (state or release), ``targets``, and for release ``rung``.
+
+    Returns ``{"results": {name: result}, "seconds": …}``; a target whose work failed in an
+    unforeseen way is ``unknown`` with the error as its reason.
+    """
+    began = time.monotonic()
+    targets = [verdict.Target(spec) for spec in request["targets"]]
+    if os.geteuid() != 0:
+        return {"results": {target.name: _not_root(target) for target in targets}, "seconds": 0.0}
+    node = Node(max([target.smi_timeout for target in targets], default=10.0))
+    results: dict[str, dict[str, Any]] = {}
+    queue = list(reversed(targets))
+
+    def worker() -> None:
+        while True:
+            try:
+                target = queue.pop()
+            except IndexError:
+                return
+            results[target.name] = _serve(node, target, request)
+
+    threads = [
+        threading.Thread(target=worker, daemon=True)
+        for _ in range(min(TARGETS_AT_ONCE, len(targets)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    node.session.close()
+    return {"results": results, "seconds": time.monotonic() - began}
+
+
+def _serve(node: Node, target: verdict.Target, request: dict[str, Any]) -> dict[str, Any]:
+    work = Work(node, target)
+    try:
+        if request["verb"] == "state":
+            return work.state()
+        planned = request.get("planned", {}).get(target.name, [])
+        return work.release(request["rung"], bool(request.get("check")), planned)
+    except Exception as error:  # One target's failure must not take the others' answers along.
+        reason = "internal error: %s: %s" % (type(error).__name__, error)
+        return work.result(verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug"))
+    finally:
+        work.close()
+
+
+def _not_root(target: verdict.Target) -> dict[str, Any]:
+    return {
+        "name": target.name,
+        "verdict": verdict.UNKNOWN,
+        "reason": "gpuops must be root on the acting host; it runs as user id %d" % os.geteuid(),
+        "remedy": "set ansible_user: root or become: true",
+        "changed": False,
+        "settled": True,
+        "actions": [],
+        "gpus": [],
+        "holders": [],
+        "spared": [],
+    }
+
+
+def main(request: dict[str, Any]) -> None:
+    """Answer a request on standard output, and end without waiting for anything stuck."""
+    sys.stdout.write("\n" + SENTINEL + json.dumps(run(request)) + "\n")
+    sys.stdout.flush()
+    os._exit(0)

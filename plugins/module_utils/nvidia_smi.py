@@ -1,0 +1,341 @@
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Ask nvidia-smi under a deadline and read its answer strictly.
+
+A value that is not a plain number is *unknown* here, never zero: the tool prints
+``[N/A]``, ``[GPU is lost]`` and the like in the middle of otherwise good rows and may
+still exit 0. Facts (exit codes, texts on stdout, number of rows) were taken from the
+real tool, driver 580.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import deadline
+
+GPU_FIELDS = (
+    "index",
+    "uuid",
+    "pci.bus_id",
+    "memory.used",
+    "memory.total",
+    "memory.reserved",
+    "utilization.gpu",
+    "temperature.gpu",
+    "pstate",
+    "driver_version",
+    # Last, so that a comma in a product name cannot shift the other columns.
+    "name",
+)
+APP_FIELDS = ("gpu_uuid", "pid", "used_gpu_memory", "process_name")
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+# One shell per place of reading: it answers a question per line. Starting nvidia-smi through
+# `pct exec` anew for each reading would pay the start of pct each time.
+SESSION_SCRIPT = """\
+echo gpuops-ready
+while read -r question; do
+  case $question in
+    gpus) nvidia-smi --query-gpu={gpus} --format=csv,noheader,nounits ;;
+    apps) nvidia-smi --query-compute-apps={apps} --format=csv,noheader,nounits ;;
+    minors) nvidia-smi -q ;;
+    nodes) ls /dev ;;
+  esac </dev/null 2>&1
+  echo "gpuops-rc $?"
+done
+""".format(gpus=",".join(GPU_FIELDS), apps=",".join(APP_FIELDS))
+
+# A minimal environment: `pct exec` keeps the node's by default, and a foreign locale
+# would translate the texts of the shell.
+SESSION_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LC_ALL": "C",
+    "HOME": "/",
+}
+
+
+class Gpu:
+    """One GPU as one reading showed it. Memory in MiB; ``None`` means not readable."""
+
+    def __init__(self, index: int, uuid: str) -> None:
+        self.index = index
+        self.uuid = uuid
+        self.bus_id = ""
+        self.name = ""
+        self.minor: int | None = None
+        self.used_mib: int | None = None
+        self.total_mib: int | None = None
+        self.reserved_mib: int | None = None
+        self.utilisation: int | None = None
+        self.temperature: int | None = None
+        self.pstate = ""
+        self.driver = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The GPU as plain data, in the field names of the report."""
+        return dict(self.__dict__)
+
+
+class Reading:
+    """One answer of nvidia-smi about all GPUs, with everything wrong in it named."""
+
+    def __init__(self, gpus: list[Gpu], problems: list[str], exit_code: int | None = 0) -> None:
+        self.gpus = gpus
+        self.problems = problems
+        self.exit_code = exit_code
+
+    @property
+    def readable(self) -> bool:
+        """True only if every row was understood and there was at least one."""
+        return not self.problems and bool(self.gpus)
+
+
+class App:
+    """A compute process as the driver lists it: its PID is that of the asker's namespace."""
+
+    def __init__(self, gpu_uuid: str, pid: int, used_mib: int | None, name: str) -> None:
+        self.gpu_uuid = gpu_uuid
+        self.pid = pid
+        self.used_mib = used_mib
+        self.name = name
+
+
+class SmiError(Exception):
+    """nvidia-smi could not be asked, or did not answer; the text is one sentence for people."""
+
+
+def number(text: str) -> int | None:
+    """A plain non-negative decimal number, or ``None`` for anything else."""
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def first_line(text: str) -> str:
+    """The first line with something on it, shortened for a one-line reason."""
+    for line in text.splitlines():
+        if line.strip():
+            return line.strip()[:300]
+    return ""
+
+
+def parse_gpus(text: str, exit_code: int) -> Reading:
+    """Read the rows of ``--query-gpu=GPU_FIELDS --format=csv,noheader,nounits``.
+
+    Every line must be a row of exactly these fields; whatever is not becomes a problem, and a
+    reading with a problem proves nothing.
+    """
+    if exit_code != 0:
+        return Reading([], [failure(text, exit_code)], exit_code)
+    gpus: list[Gpu] = []
+    problems: list[str] = []
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        values = [value.strip() for value in line.split(",", len(GPU_FIELDS) - 1)]
+        index = number(values[0])
+        if len(values) != len(GPU_FIELDS) or index is None or not values[1].startswith("GPU-"):
+            problems.append("nvidia-smi printed a line that is no GPU: '%s'" % line.strip()[:200])
+            continue
+        gpu = gpu_from_row(index, values)
+        if gpu.used_mib is None:
+            problems.append("memory.used of GPU %d reads '%s'" % (index, values[3]))
+        if any(gpu.index == other.index or gpu.uuid == other.uuid for other in gpus):
+            problems.append("nvidia-smi lists GPU %d (%s) twice" % (index, gpu.uuid))
+        gpus.append(gpu)
+    if not gpus and not problems:
+        problems.append("nvidia-smi listed no GPU")
+    return Reading(gpus, problems, exit_code)
+
+
+def gpu_from_row(index: int, values: list[str]) -> Gpu:
+    """One row, already split, as a GPU."""
+    gpu = Gpu(index, values[1])
+    gpu.bus_id = values[2]
+    gpu.used_mib = number(values[3])
+    gpu.total_mib = number(values[4])
+    gpu.reserved_mib = number(values[5])
+    gpu.utilisation = number(values[6])
+    gpu.temperature = number(values[7])
+    gpu.pstate = values[8]
+    gpu.driver = values[9]
+    gpu.name = values[10]
+    return gpu
+
+
+def parse_apps(text: str, exit_code: int) -> tuple[list[App], list[str]]:
+    """Read the rows of ``--query-compute-apps=APP_FIELDS``; the names may hold commas."""
+    if exit_code != 0:
+        return [], [failure(text, exit_code)]
+    apps: list[App] = []
+    problems: list[str] = []
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        values = [value.strip() for value in line.split(",", len(APP_FIELDS) - 1)]
+        pid = number(values[1]) if len(values) == len(APP_FIELDS) else None
+        if pid is None or not values[0].startswith(("GPU-", "MIG-")):
+            problems.append("the driver's list has a line that is no process: '%s'" % line[:200])
+            continue
+        apps.append(App(values[0], pid, number(values[2]), values[3]))
+    return apps, problems
+
+
+def parse_minors(text: str) -> dict[str, int]:
+    """UUID to minor number, from ``nvidia-smi -q``: /dev/nvidiaN counts minors, not indices."""
+    minors: dict[str, int] = {}
+    uuid = ""
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if not colon:
+            continue
+        if key.strip() == "GPU UUID":
+            uuid = value.strip()
+        elif key.strip() == "Minor Number" and uuid:
+            minor = number(value.strip())
+            if minor is not None:
+                minors[uuid] = minor
+    return minors
+
+
+def minors_from_proc(root: str = "/proc/driver/nvidia/gpus") -> dict[str, int]:
+    """UUID to minor number as the driver's own files say; empty where there are none."""
+    minors: dict[str, int] = {}
+    try:
+        buses = os.listdir(root)
+    except OSError:
+        return minors
+    for bus in buses:
+        try:
+            with open(os.path.join(root, bus, "information"), encoding="utf-8") as info:
+                lines = dict(line.partition(":")[::2] for line in info)
+        except OSError:
+            continue
+        minor = number(lines.get("Device Minor", "").strip())
+        uuid = lines.get("GPU UUID", "").strip()
+        if minor is not None and uuid:
+            minors[uuid] = minor
+    return minors
+
+
+def failure(text: str, exit_code: int) -> str:
+    """One sentence for a call of nvidia-smi that failed."""
+    said = first_line(text)
+    if exit_code == 127:
+        return "nvidia-smi is not installed there"
+    return "nvidia-smi failed with exit code %d: %s" % (exit_code, said or "it said nothing")
+
+
+class Session:
+    """A shell at the place of reading that runs nvidia-smi on demand.
+
+    :param place: words for messages, such as ``container 129``.
+    :param prefix: how to get there: ``[]`` for here, ``["pct", "exec", "129", "--"]``.
+    :param timeout: seconds that one answer may take, the start included.
+
+    A shell that does not answer in time is abandoned: killed, but never waited for, because a
+    process stuck in the driver does not die.
+    """
+
+    def __init__(self, place: str, prefix: list[str], timeout: float) -> None:
+        self.place = place
+        self.timeout = timeout
+        self.lost = ""
+        self._ready = False
+        self._buffer = b""
+        ask_end, self._write = os.pipe()
+        self._read, answer_end = os.pipe()
+        argv = [*prefix, "sh", "-c", SESSION_SCRIPT]
+        try:
+            self.pid = os.posix_spawnp(
+                argv[0],
+                argv,
+                SESSION_ENV,
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, ask_end, 0),
+                    (os.POSIX_SPAWN_DUP2, answer_end, 1),
+                    (os.POSIX_SPAWN_DUP2, answer_end, 2),
+                ],
+                setsid=True,
+            )
+        except OSError:
+            self.pid = 0
+            self.lost = "there is no command '%s' to reach %s with" % (argv[0], place)
+        os.close(ask_end)
+        os.close(answer_end)
+
+    def ask(self, question: str) -> None:
+        """Ask without waiting, so that the answer is made while other work goes on."""
+        if not self.lost:
+            try:
+                os.write(self._write, question.encode() + b"\n")
+            except OSError:
+                pass  # The shell is gone; answer() finds its last words and says so.
+
+    def answer(self) -> tuple[str, int]:
+        """The text and exit code of the oldest question not yet answered.
+
+        :raises SmiError: the place cannot be reached, or did not answer before the deadline.
+        """
+        until = time.monotonic() + self.timeout
+        while not self.lost:
+            text, mark, rest = self._buffer.partition(b"gpuops-rc ")
+            if mark and b"\n" in rest:
+                code, _, self._buffer = rest.partition(b"\n")
+                return self._after_ready(text.decode("utf-8", "replace")), int(code)
+            if not deadline.readable(self._read, until - time.monotonic()):
+                self._abandon("nvidia-smi did not answer within %g s" % self.timeout)
+                break
+            data = os.read(self._read, 65536)
+            if not data:
+                said = first_line(self._buffer.decode("utf-8", "replace"))
+                self._abandon("cannot read there: %s" % (said or "the shell ended"))
+                break
+            self._buffer += data
+        raise SmiError(self.lost)
+
+    def _after_ready(self, text: str) -> str:
+        """Drop what the way there printed (warnings of pct) before the shell's first word."""
+        if self._ready:
+            return text
+        self._ready = True
+        return text.partition("gpuops-ready\n")[2]
+
+    def gpus(self) -> Reading:
+        """The answer to ``gpus`` as a reading; a failure to answer is a reading with a problem."""
+        try:
+            text, code = self.answer()
+        except SmiError as error:
+            return Reading([], [str(error)], None)
+        return parse_gpus(text, code)
+
+    def apps(self) -> tuple[list[App], list[str]]:
+        """The answer to ``apps``."""
+        try:
+            text, code = self.answer()
+        except SmiError as error:
+            return [], [str(error)]
+        return parse_apps(text, code)
+
+    def _abandon(self, why: str) -> None:
+        self.lost = "%s: %s" % (self.place, why)
+        if self.pid:
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        """End the shell by ending its input; reap it if it is already gone, never wait."""
+        for end in (self._write, self._read):
+            os.close(end)
+        if self.pid:
+            try:
+                os.waitpid(self.pid, os.WNOHANG)
+            except OSError:
+                pass

@@ -1,0 +1,171 @@
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Whose a process is, proved by its control group or its PID namespace.
+
+Nothing here guesses: where neither proves an owner the answer is ``unknown``, and what is
+unknown is foreign. The shapes of the cgroup paths are those of cgroup v1, hybrid and v2
+as LXC, Docker, Podman, containerd, Kubernetes, Slurm and systemd write them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+
+# From include/uapi/linux/nsfs.h: _IO(0xb7, 0x2), the parent of a PID or user namespace.
+NS_GET_PARENT = 0xB702
+
+# Owners that are a fence of their own: a process behind one is foreign to the node around it.
+FENCES = ("lxc", "pod", "docker", "podman", "containerd", "slurm", "pidns")
+
+_HEX64 = r"([0-9a-f]{64})"
+_POD = r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32})"
+_PATTERNS = [
+    ("lxc", re.compile(r"(?:^|/)lxc/([^/]+)(?:/|$)")),
+    ("lxc", re.compile(r"(?:^|/)lxc\.payload[./]([^/]+)(?:/|$)")),
+    ("slurm", re.compile(r"(?:^|/)job_(\d+)(?:/|$)")),
+    ("pod", re.compile(_POD)),
+    ("podman", re.compile(r"(?:^|/)libpod-(?:conmon-)?" + _HEX64)),
+    ("docker", re.compile(r"(?:^|/)docker[-/]" + _HEX64)),
+    ("containerd", re.compile(r"(?:^|/)cri-containerd-" + _HEX64)),
+    ("containerd", re.compile(r"(?:^|/)(?:crio|nerdctl)-" + _HEX64)),
+    ("containerd", re.compile(r"(?:^|/)" + _HEX64 + r"(?:/|$)")),
+    (
+        "unit",
+        re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*([^/]+\.(?:service|scope))(?:/|$)"),
+    ),
+    ("user", re.compile(r"(?:^|/)user-(\d+)\.slice(?:/|$)")),
+]
+
+
+class Owner:
+    """Who a process belongs to.
+
+    ``kind`` is one of lxc, pod, docker, podman, containerd, slurm, pidns, unit, user, host or
+    unknown; ``id`` names it within the kind; ``evidence`` is the line that proves it;
+    ``by_namespace`` says that only the PID namespace does, the cgroup having been left.
+    """
+
+    def __init__(self, kind: str, ident: str, evidence: str, by_namespace: bool = False) -> None:
+        self.kind = kind
+        self.id = ident
+        self.evidence = evidence
+        self.by_namespace = by_namespace
+
+    def __str__(self) -> str:
+        return "%s %s" % (self.kind, self.id) if self.id else self.kind
+
+    @property
+    def fenced(self) -> bool:
+        """True for a container, pod, job or namespace: not of the node that carries it."""
+        return self.kind in FENCES
+
+
+def cgroup_paths(text: str) -> list[str]:
+    """The paths of ``/proc/PID/cgroup``, whatever the version of the hierarchy."""
+    return [line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2]
+
+
+def owner_from_cgroup(text: str) -> Owner | None:
+    """The outermost owner that a ``/proc/PID/cgroup`` names, or ``None`` if it names none.
+
+    Outermost, because a Docker container inside LXC container 129 is 129's. A fence wins over
+    the systemd unit or user slice around it: Docker's scopes lie in ``system.slice``.
+    """
+    best: tuple[bool, int, int] | None = None
+    found: Owner | None = None
+    for path in cgroup_paths(text):
+        for rank, (kind, pattern) in enumerate(_PATTERNS):
+            match = pattern.search(path)
+            if match is None:
+                continue
+            place = (kind not in FENCES, match.start(), rank)
+            if best is None or place < best:
+                best, found = place, Owner(kind, match.group(1), "cgroup %s" % path)
+    return found
+
+
+def in_container(text: str, vmid: int) -> bool:
+    """Does this ``/proc/PID/cgroup`` lie below Proxmox's ``lxc/VMID``?"""
+    owner = owner_from_cgroup(text)
+    return owner is not None and owner.kind == "lxc" and owner.id == str(vmid)
+
+
+def pid_namespaces(pid: int) -> list[int]:
+    """The PID namespaces (inode numbers) of a process, its own first, then the parents we may see.
+
+    Returns an empty list when the process is gone or may not be looked at.
+    """
+    chain: list[int] = []
+    try:
+        handle = os.open("/proc/%d/ns/pid" % pid, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return chain
+    try:
+        while True:
+            chain.append(os.fstat(handle).st_ino)
+            try:
+                parent = fcntl.ioctl(handle, NS_GET_PARENT)
+            except OSError:
+                return chain  # The namespace above is outside our own: as far as we may see.
+            os.close(handle)
+            handle = parent
+    finally:
+        os.close(handle)
+
+
+def container_namespace(vmid: int, cgroup_root: str = "/sys/fs/cgroup") -> int | None:
+    """The PID namespace of LXC container ``vmid``, read off a process of its cgroup.
+
+    LXC puts the container's own processes below ``lxc/VMID/ns``; processes that
+    ``lxc-attach`` brought in are in ``.lxc`` below it and are in the same namespace.
+    """
+    for base in ("", "unified", "systemd", "pids"):
+        procs = os.path.join(cgroup_root, base, "lxc", str(vmid), "ns", "cgroup.procs")
+        top = os.path.join(cgroup_root, base, "lxc", str(vmid), "ns")
+        for folder in [top, *_subfolders(top)]:
+            procs = os.path.join(folder, "cgroup.procs")
+            try:
+                with open(procs, encoding="ascii") as members:
+                    pids = members.read().split()
+            except OSError:
+                continue
+            for pid in pids:
+                namespaces = pid_namespaces(int(pid))
+                own = pid_namespaces(os.getpid())
+                inner = [space for space in namespaces if space not in own]
+                if inner:
+                    # The outermost namespace below ours: nested containers are deeper.
+                    return inner[-1]
+    return None
+
+
+def _subfolders(top: str) -> list[str]:
+    try:
+        with os.scandir(top) as entries:
+            return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def owner_of(cgroup: str | None, namespaces: list[int], own_namespaces: list[int]) -> Owner:
+    """The owner of a process from its cgroup text and its PID namespaces.
+
+    :param cgroup: the text of ``/proc/PID/cgroup``, ``None`` if it could not be read.
+    :param namespaces: as :func:`pid_namespaces` gives them.
+    :param own_namespaces: those of this program.
+    """
+    if cgroup is None or not namespaces:
+        return Owner("unknown", "", "its control group or namespace could not be read")
+    owner = owner_from_cgroup(cgroup)
+    if owner is not None and owner.fenced:
+        return owner
+    if own_namespaces and namespaces[0] != own_namespaces[0]:
+        evidence = "PID namespace %d is not that of this node" % namespaces[0]
+        return Owner("pidns", str(namespaces[0]), evidence)
+    if owner is not None:
+        return owner
+    paths = cgroup_paths(cgroup)
+    return Owner("host", "", "cgroup %s" % (paths[-1] if paths else "/"))

@@ -1,0 +1,297 @@
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""From readings and holders to one of five verdicts, each with its reason and remedy.
+
+``clean`` is proved, never assumed: whatever is not positively known to be clean is not.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders, nvidia_smi
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+CLEAN, HELD, BLOCKED, UNKILLABLE, UNKNOWN = "clean", "held", "blocked", "unkillable", "unknown"
+
+# The worst of a host's GPUs is the host's verdict.
+SEVERITY = (CLEAN, BLOCKED, HELD, UNKILLABLE, UNKNOWN)
+
+# The kernel cuts a process's name after 15 characters.
+COMM_LENGTH = 15
+
+
+class Target:
+    """One GPU machine to be judged, as the route describes it.
+
+    :param spec: ``name``; ``vmid`` (Proxmox container, 0 for the node itself);
+        ``expected_gpus`` (0: as many as there are device nodes); ``gpus`` (indices, UUIDs or bus
+        ids to look at, empty for all); ``baseline_mib`` (MiB that an idle GPU may show);
+        ``protect`` (names never to be signalled); ``smi_timeout`` (seconds an answer of
+        nvidia-smi may take).
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.name = str(spec["name"])
+        self.vmid = int(spec.get("vmid") or 0)
+        self.expected_gpus = int(spec.get("expected_gpus") or 0)
+        self.gpus = [str(gpu) for gpu in spec.get("gpus") or []]
+        self.baseline_mib = int(spec.get("baseline_mib") or 0)
+        self.protect = [str(name) for name in spec.get("protect") or []]
+        self.smi_timeout = float(spec.get("smi_timeout") or 10)
+        # Inside a container the memory of others is seen, but not the others.
+        self.inside = False
+
+    @property
+    def place(self) -> str:
+        """Where nvidia-smi is read for this target, in words."""
+        return "container %d" % self.vmid if self.vmid else self.name
+
+    def wants(self, gpu: nvidia_smi.Gpu) -> bool:
+        """Is this GPU one of those to be looked at?"""
+        names = (str(gpu.index), gpu.uuid.lower(), short_bus(gpu.bus_id))
+        return not self.gpus or any(short_bus(wanted.lower()) in names for wanted in self.gpus)
+
+    def is_zero(self, gpu: nvidia_smi.Gpu) -> bool:
+        """Read, and not above the declared baseline?"""
+        return gpu.used_mib is not None and gpu.used_mib <= self.baseline_mib
+
+
+def short_bus(bus_id: str) -> str:
+    """A PCI address without leading zeros of the domain: tools disagree on their number."""
+    domain, colon, rest = bus_id.lower().partition(":")
+    return domain.lstrip("0").rjust(4, "0") + colon + rest if colon else domain
+
+
+class View:
+    """The holders that matter to one target, sorted by what may be done to them.
+
+    ``mine``: in scope and not protected. ``spared``: (holder, why), protected or foreign.
+    ``stuck``: of mine, those that outlived SIGKILL.
+    """
+
+    def __init__(self) -> None:
+        self.mine: list[holders.Holder] = []
+        self.spared: list[tuple[holders.Holder, str]] = []
+        self.protected: set[int] = set()
+        self.stuck: dict[int, dict[str, str]] = {}
+        self.unreadable = 0
+
+    def holding(self, minor: int | None) -> list[holders.Holder]:
+        """Mine on this GPU; a GPU whose minor number is not known may be held by any of them."""
+        return [holder for holder in self.mine if minor is None or minor in holder.gpus]
+
+    def in_the_way(self, minor: int | None, zero: bool) -> list[tuple[holders.Holder, str]]:
+        """Spared ones that keep this GPU from being clean.
+
+        A protected process (a monitor) may hold a GPU that reads zero; a foreign one may not.
+        On a GPU that is not zero only those count that can own the memory.
+        """
+        return [
+            (holder, why)
+            for holder, why in self.spared
+            if (minor is None or minor in holder.gpus)
+            and (holder.pid not in self.protected if zero else explains(holder, minor))
+        ]
+
+
+def explains(holder: holders.Holder, minor: int | None) -> bool:
+    """May this holder own memory of the GPU?
+
+    What the driver lists it for, it owns; if the driver lists it nowhere it still may, when it
+    computes (has unified memory open) or holds the GPU without a descriptor of its own.
+    """
+    if holder.used_mib:
+        return minor is None or holder.used_mib.get(minor, 0) != 0
+    how = holder.evidence.get("gpu%s" % minor, set())
+    return holder.is_workload or (bool(how) and "descriptor" not in how)
+
+
+def protected_by(holder: holders.Holder, names: list[str]) -> str:
+    """The entry of the protect list that covers this process, or ``""``.
+
+    Matched against the process's name and the base name of its command; shell wildcards work.
+    """
+    base = holder.command.partition(" ")[0].rpartition("/")[2].rstrip(":")
+    for name in names:
+        short = name if any(mark in name for mark in "*?[") else name[:COMM_LENGTH]
+        if fnmatch.fnmatchcase(holder.name, short) or fnmatch.fnmatchcase(base, name):
+            return name
+    return ""
+
+
+class Verdict:
+    """The verdict on a host: one word, one sentence why, and what to do."""
+
+    def __init__(self, word: str, reason: str, remedy: str = "") -> None:
+        self.word = word
+        self.reason = reason
+        self.remedy = remedy
+
+
+def unreadable(target: Target, reading: nvidia_smi.Reading, nodes: int) -> str:
+    """Why this reading proves nothing, or ``""`` if it is complete.
+
+    :param nodes: how many GPUs the machine should have if the inventory does not say.
+    """
+    if not reading.readable:
+        return reading.problems[0] if reading.problems else "nvidia-smi listed no GPU"
+    expected = target.expected_gpus or nodes
+    if expected and len(reading.gpus) != expected:
+        return "nvidia-smi lists %d GPUs where %d are expected" % (len(reading.gpus), expected)
+    matched = [gpu for gpu in reading.gpus if target.wants(gpu)]
+    if len(matched) < max(1, len(target.gpus)):
+        return "not all of the GPUs asked for (%s) are listed" % ", ".join(target.gpus)
+    return ""
+
+
+def judge_gpu(target: Target, gpu: nvidia_smi.Gpu, view: View) -> str:
+    """The verdict on one GPU."""
+    if gpu.used_mib is None:
+        return UNKNOWN
+    zero = target.is_zero(gpu)
+    held = view.holding(gpu.minor)
+    if any(holder.pid in view.stuck for holder in held):
+        return UNKILLABLE
+    if held:
+        return HELD
+    if view.in_the_way(gpu.minor, zero):
+        return BLOCKED
+    if zero:
+        return CLEAN
+    return BLOCKED if target.inside else HELD
+
+
+def judge(target: Target, readings: list[nvidia_smi.Reading], view: View, nodes: int) -> Verdict:
+    """The verdict on a host.
+
+    :param readings: in order of time; clean needs the last two.
+    :param view: who holds what, looked at not before the first of the two.
+    """
+    for reading in readings[-2:]:
+        problem = unreadable(target, reading, nodes)
+        if problem:
+            return Verdict(UNKNOWN, problem, remedy_for(problem))
+    gpus = [gpu for gpu in readings[-1].gpus if target.wants(gpu)]
+    words = [judge_gpu(target, gpu, view) for gpu in gpus]
+    loose = [holder for holder in view.mine if not holder.gpus and not target.gpus]
+    if loose:
+        words.append(UNKILLABLE if any(holder.pid in view.stuck for holder in loose) else HELD)
+    word = max(words, key=SEVERITY.index)
+    if word != CLEAN:
+        return explain(target, word, gpus, view)
+    if view.unreadable:
+        return Verdict(
+            UNKNOWN,
+            "%d processes could not be looked at" % view.unreadable,
+            "run as root in the node's own namespaces",
+        )
+    earlier = readings[-2].gpus if len(readings) > 1 else []
+    if [gpu.uuid for gpu in earlier if target.wants(gpu) and target.is_zero(gpu)] != [
+        gpu.uuid for gpu in gpus
+    ]:
+        return Verdict(UNKNOWN, "only one of the two readings showed zero", "verify again")
+    return Verdict(CLEAN, clean_reason(target, gpus))
+
+
+def clean_reason(target: Target, gpus: list[nvidia_smi.Gpu]) -> str:
+    """What was proved, in one sentence."""
+    most = max(gpu.used_mib or 0 for gpu in gpus)
+    level = "0 MiB" if not most else "%d MiB or less (baseline %d)" % (most, target.baseline_mib)
+    return "%d of %d GPUs at %s in two readings in %s, nobody holds them" % (
+        len(gpus),
+        len(gpus),
+        level,
+        target.place,
+    )
+
+
+def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -> Verdict:
+    """Reason and remedy of a host that is not clean."""
+    if word == UNKILLABLE:
+        stuck = [holder for holder in view.mine if holder.pid in view.stuck]
+        return Verdict(
+            word,
+            "; ".join(stuck_sentence(holder, view.stuck[holder.pid]) for holder in stuck[:3]),
+            "free what it waits for, or restart the container or the node",
+        )
+    bad = [gpu for gpu in gpus if judge_gpu(target, gpu, view) == word]
+    where = memory_sentence(bad) if bad else "the driver's control nodes are held"
+    if word == BLOCKED:
+        others = {}
+        for gpu in bad:
+            for holder, why in view.in_the_way(gpu.minor, target.is_zero(gpu)):
+                others[holder.pid] = "%s, %s" % (short(holder), why)
+        if others:
+            return Verdict(
+                word,
+                "%s, held by %s" % (where, "; ".join(list(others.values())[:3])),
+                "stop it where it belongs, or include its owner in the run",
+            )
+        return Verdict(
+            word,
+            "%s, and no process visible in this container holds it" % where,
+            "act from the Proxmox host: set proxmox_vmid and gpuops_proxmox_host for this host",
+        )
+    mine = {holder.pid: short(holder) for holder in view.mine}
+    if mine:
+        names = "; ".join(list(mine.values())[:3])
+        more = " and %d more" % (len(mine) - 3) if len(mine) > 3 else ""
+        return Verdict(word, "%s, held by %s%s" % (where, names, more), "run reset_gpus.yml")
+    return Verdict(
+        word,
+        "%s, and no process holds it" % where,
+        "wait for the driver to release it; if it stays, reset the GPU or reboot the node",
+    )
+
+
+def memory_sentence(gpus: list[nvidia_smi.Gpu]) -> str:
+    """``GPU 1: 76115 MiB, GPU 2: 0 MiB``, cut after a few."""
+    parts = ["GPU %d: %s MiB" % (gpu.index, gpu.used_mib) for gpu in gpus]
+    return ", ".join(parts[:8]) + (" and %d more" % (len(parts) - 8) if len(parts) > 8 else "")
+
+
+def short(holder: holders.Holder) -> str:
+    """A holder in a few words."""
+    return "%s (%s, %s)" % (holder.name or "?", pids(holder), holder.owner)
+
+
+def pids(holder: holders.Holder) -> str:
+    """Its PID, and that on the node where the two differ."""
+    if holder.ns_pid == holder.pid:
+        return "pid %d" % holder.pid
+    return "pid %d, %d on the node" % (holder.ns_pid, holder.pid)
+
+
+def stuck_sentence(holder: holders.Holder, why: dict[str, str]) -> str:
+    """What is known of a process that outlived SIGKILL."""
+    text = "%s outlived SIGKILL: state %s" % (short(holder), why["state"])
+    if why["wait_channel"]:
+        text += " in %s" % why["wait_channel"]
+    return text + (", waiting on %s" % why["mounts"] if why["mounts"] else "")
+
+
+def remedy_for(problem: str) -> str:
+    """What to do about a reading that failed, from the words of the tool."""
+    for words, remedy in REMEDIES:
+        if words in problem:
+            return remedy
+    return "run nvidia-smi there by hand"
+
+
+REMEDIES = (
+    ("not running", "start the container (pct start), or leave it out with -l"),
+    ("does not exist", "correct proxmox_vmid or gpuops_proxmox_host in the inventory"),
+    ("not installed", "install NVIDIA's user-space tools there, of the driver's version"),
+    ("did not answer", "see whether nvidia-smi hangs there by hand; if so the node needs a reboot"),
+    ("are expected", "see whether a GPU was lost (dmesg), or correct gpuops_expected_gpus"),
+    ("version mismatch", "install the user-space tools of the version of the loaded driver"),
+    ("blocked by the operating", "restart the container: it has lost access to its GPUs"),
+    ("Insufficient Permissions", "allow the container the NVIDIA devices, or act as root"),
+    ("No devices were found", "see whether /dev/nvidia* exist there and may be opened"),
+    ("no command 'pct'", "set gpuops_proxmox_host to the Proxmox host that carries the container"),
+)

@@ -1,0 +1,167 @@
+#!/usr/bin/python
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Climb one rung of the ladder for a batch of targets."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: gpu_release
+short_description: Free the GPUs of one or more machines, one rung of a ladder at a time
+version_added: 0.1.0
+description:
+  - Looks at each target as M(gpuops.gpu.gpu_state) does. If its verdict is V(held), signals the
+    holders that the rung selects, and polls on the host until the GPUs read zero twice or more
+    waiting cannot help.
+  - Signals only processes in scope - those of the container, or those that run directly on the node
+    - and never a protected one, one without proof of ownership, itself, its ancestors or PID 1. A
+    process is signalled through a handle (pidfd), and only if at that moment it is still the process
+    that was seen and still holds a device.
+  - A target that cannot be read is V(unknown), and nobody is signalled there.
+options:
+  targets:
+    description: The machines to free from this host; as for M(gpuops.gpu.gpu_state).
+    type: list
+    elements: dict
+    required: true
+    suboptions:
+      name:
+        description: The name in the result, usually the inventory name.
+        type: str
+        required: true
+      vmid:
+        description: The number of a Proxmox container of this host; V(0) is this host itself.
+        type: int
+        default: 0
+      expected_gpus:
+        description: How many GPUs must be listed; V(0) is as many as there are device nodes.
+        type: int
+        default: 0
+      gpus:
+        description:
+          - The GPUs to free, by index, UUID or PCI address; empty for all. A process on one of these
+            is signalled even if it is on others too.
+        type: list
+        elements: str
+        default: []
+      baseline_mib:
+        description: MiB that an idle GPU of this target may show as used.
+        type: int
+        default: 0
+      protect:
+        description: Names of processes that must never be signalled. Shell wildcards work.
+        type: list
+        elements: str
+        default: []
+      smi_timeout:
+        description: Seconds after which a call of nvidia-smi is abandoned.
+        type: float
+        default: 10.0
+  rung:
+    description: What to do to whom.
+    type: dict
+    required: true
+    suboptions:
+      name:
+        description: What the record calls it.
+        type: str
+        required: true
+      select:
+        description:
+          - V(workloads), holders that compute - the driver lists them, or they have a GPU and unified
+            memory open.
+          - V(dirty_gpus), whoever holds a GPU that is not zero, by any evidence.
+          - V(devices), whoever holds any NVIDIA device, by any evidence.
+          - V(escaped), holders that left the container's control group but are still in its PID
+            namespace.
+        type: str
+        required: true
+        choices: [workloads, dirty_gpus, devices, escaped]
+      signal:
+        description: The signal to send.
+        type: str
+        required: true
+        choices: [TERM, INT, KILL]
+      wait:
+        description: Seconds to wait at most for the GPUs to read zero.
+        type: float
+        required: true
+  planned:
+    description:
+      - In check mode, for each target the node PIDs that an earlier rung would have ended. Filled in
+        by the action plugin.
+    type: dict
+    default: {}
+attributes:
+  check_mode:
+    support: full
+    description: Names exactly whom it would signal.
+  diff_mode:
+    support: full
+    description: Shows the holders before and after.
+notes:
+  - Needs root on the host it acts on.
+  - In a play, the action plugin of the same name sends the code over standard input. It also knows
+    O(ignore:after), the registered result of the step before, whose settled hosts it leaves out, and
+    O(ignore:take), out of which a host takes its own result.
+seealso:
+  - module: gpuops.gpu.gpu_state
+author:
+  - the gpuops authors
+"""
+
+EXAMPLES = r"""
+- name: End whoever computes in container 129
+  gpuops.gpu.gpu_release:
+    targets:
+      - {name: ct129, vmid: 129, expected_gpus: 8}
+    rung: {name: kill, select: workloads, signal: KILL, wait: 30}
+  delegate_to: pve1
+"""
+
+RETURN = r"""
+hosts:
+  description: One entry for each target, by name; what M(gpuops.gpu.gpu_state) returns and this.
+  returned: when the host it acts on answered
+  type: dict
+  contains:
+    before:
+      description: The GPUs before anything was done.
+      type: list
+    actions:
+      description:
+        - Who was signalled (in check mode, who would be), each with all that identifies it, and with
+          rung, signal and result (V(sent), V(gone), V(let go), V(not permitted), V(would be sent)).
+      type: list
+    stuck:
+      description: For each holder that outlived SIGKILL its state, wait channel, stack and mounts.
+      type: dict
+    timings:
+      description: Seconds from the first signal to the first and the second zero reading.
+      type: dict
+seconds:
+  description: How long the work took on the host.
+  returned: when the host it acts on answered
+  type: float
+  sample: 0.31
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, node
+
+
+def main():
+    module = AnsibleModule(argument_spec=arguments.RELEASE, supports_check_mode=True)
+    answer = node.run(dict(module.params, verb="release", check=module.check_mode))
+    hosts = answer["results"]
+    module.exit_json(
+        changed=any(host["changed"] for host in hosts.values()),
+        hosts=hosts,
+        seconds=answer["seconds"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What the action plugins of gpu_state and gpu_release share.
+
+A module of ours knows how to work on a batch of targets. Its action plugin sends the knowledge
+over standard input to one Python on the acting host (no files, no second round trip), or runs
+the plain module where that cannot be done. Afterwards every host of the play takes its own result
+out of its leader's batch, so that Ansible's own ok, changed and failed stay true for each host.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ansible.plugins.action import ActionBase
+
+PACKAGE = "ansible_collections.gpuops.gpu.plugins.module_utils"
+# In the order in which they import each other.
+KNOWLEDGE = ("deadline", "nvidia_smi", "owners", "holders", "signals", "verdict", "node")
+SENTINEL = "gpuops-answer "
+
+# -I and -S: no environment, no site-packages: faster, and nothing there can get in the way.
+PYTHON_FLAGS = "-IS"
+
+
+def program(request: dict[str, Any]) -> str:
+    """The whole program for standard input: the knowledge as modules, then the request."""
+    folder = Path(sys.modules[f"{PACKAGE}.node"].__file__ or "").parent
+    sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in KNOWLEDGE}
+    return PROGRAM.format(package=PACKAGE, sources=sources, request=json.dumps(request))
+
+
+PROGRAM = """\
+import json, sys
+package = {package!r}
+parent = type(sys)(package)
+sys.modules[package] = parent
+for name, source in {sources!r}.items():
+    module = type(sys)(package + "." + name)
+    sys.modules[module.__name__] = module
+    setattr(parent, name, module)
+    exec(compile(source, name + ".py", "exec", dont_inherit=True), module.__dict__)
+parent.node.main(json.loads({request!r}))
+"""
+
+
+class BatchAction(ActionBase):
+    """Run a batch on the acting host, or take one host's result out of it."""
+
+    _supports_check_mode = True
+    _supports_diff = True
+    VERB: ClassVar[str]
+    SPEC: ClassVar[dict[str, Any]]
+    # Arguments that only the action plugin knows, and that the module never sees.
+    CONTROLLER_ONLY: ClassVar[tuple[str, ...]] = ()
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Entry point of Ansible."""
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        task_vars = task_vars or {}
+        if "take" in self._task.args:
+            result.update(self.take(self._task.args["take"], str(task_vars["inventory_hostname"])))
+            return result
+        args = self.prepare(task_vars)
+        _, args = self.validated(args)
+        if not args["targets"]:
+            result.update(hosts={}, settled=True, changed=False)
+            return result
+        answer = self.execute(args, task_vars)
+        result.update(answer)
+        if "hosts" in answer:
+            result["changed"] = any(host["changed"] for host in answer["hosts"].values())
+            result["settled"] = all(host["settled"] for host in answer["hosts"].values())
+        return result
+
+    def prepare(self, task_vars: dict[str, Any]) -> dict[str, Any]:
+        """The module's arguments out of the task's; leaves out what only the controller needs."""
+        return {k: v for k, v in self._task.args.items() if k not in self.CONTROLLER_ONLY}
+
+    def validated(self, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Check against the module's own argument spec; raises with Ansible's own words."""
+        asked, self._task.args = self._task.args, args
+        try:
+            return self.validate_argument_spec(argument_spec=self.SPEC)
+        finally:
+            self._task.args = asked
+
+    def request(self, args: dict[str, Any]) -> dict[str, Any]:
+        """What the node program is asked."""
+        return {"verb": self.VERB, **args}
+
+    def execute(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        """One execution on the acting host; returns ``hosts`` or a failure."""
+        if self._task.async_val or not getattr(self._connection, "has_pipelining", False):
+            return self._execute_module(
+                module_name=self._task.action, module_args=args, task_vars=task_vars
+            )
+        command = f"{shlex.quote(self.interpreter(task_vars))} {PYTHON_FLAGS} -"
+        ran = self._low_level_execute_command(
+            command, in_data=program(self.request(args)).encode("utf-8")
+        )
+        for line in reversed(ran["stdout"].splitlines()):
+            if line.startswith(SENTINEL):
+                answer = json.loads(line[len(SENTINEL) :])
+                return {"hosts": answer["results"], "seconds": answer["seconds"]}
+        return {"failed": True, "msg": self.no_answer(ran)}
+
+    def interpreter(self, task_vars: dict[str, Any]) -> str:
+        """The acting host's Python: as configured there, without a round trip to discover it."""
+        delegate = self._task.delegate_to
+        if delegate:
+            task_vars = task_vars.get("ansible_delegated_vars", {}).get(delegate, {})
+        configured = str(task_vars.get("ansible_python_interpreter") or "")
+        return configured if configured.startswith("/") else "/usr/bin/python3"
+
+    def no_answer(self, ran: dict[str, Any]) -> str:
+        """One sentence for an execution that brought no answer."""
+        where = self._task.delegate_to or "the host"
+        said = [
+            line for line in (ran["stderr"] + "\n" + ran["stdout"]).splitlines() if line.strip()
+        ]
+        if ran["rc"] == 127:
+            return (
+                f"{where} has no {self.interpreter({})}: install python3 there, "
+                "or set ansible_python_interpreter"
+            )
+        last = said[-1].strip() if said else "no output"
+        return f"{where} gave no answer (exit code {ran['rc']}): {last}"
+
+    def take(self, batch: Any, name: str) -> dict[str, Any]:
+        """This host's own result out of its leader's registered result."""
+        rounds = batch.get("results", [batch]) if isinstance(batch, dict) else []
+        for each in rounds:
+            if each.get("unreachable"):
+                return {
+                    "unreachable": True,
+                    "msg": each.get("msg", "the acting host is unreachable"),
+                }
+        mine = [each["hosts"][name] for each in rounds if name in each.get("hosts", {})]
+        broken = [each for each in rounds if each.get("failed") and "hosts" not in each]
+        if broken and (not mine or not mine[-1]["settled"]):
+            return {"failed": True, "msg": broken[-1].get("msg", "the batch failed")}
+        if not mine:
+            return {
+                "failed": True,
+                "msg": f"there is no result for {name}: run this with the strategy linear, "
+                "after the role gpu_route",
+            }
+        return self.merge(mine)
+
+    def merge(self, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+        """One result out of the rounds (rungs) in which this host took part."""
+        return dict(rounds[-1])
