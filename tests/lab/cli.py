@@ -1,0 +1,108 @@
+"""The command line: each verb is a method of Lab."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+from .lab import FAULTS, KINDS, Lab
+from .plan import LabError
+from .smi import error_names
+
+
+def parser() -> argparse.ArgumentParser:
+    """All verbs and their options."""
+    top = argparse.ArgumentParser(
+        prog="python -m tests.lab",
+        description="GPU machines from real parts; only the NVIDIA driver is simulated.",
+        epilog="GPUOPS_LAB=NAME chooses one of several labs on one machine (default: lab).",
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, text: str, **options: Any) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=text, description=text, **options)
+
+    up = verb("up", "Build the lab. When it is up with the same arguments, just answer.")
+    up.add_argument("--cts", default="129,130", metavar="LIST",
+                    help="containers: 129,130 or 129-168 or 231@pve2; none (default: 129,130)")
+    up.add_argument("--nodes", type=int, default=1, metavar="N", help="bare nodes (default: 1)")
+    up.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs per host (default: 8)")
+    up.add_argument("--minor-shift", type=int, default=0, metavar="N",
+                    help="GPU i is /dev/nvidia(i+N): minor number and index differ")
+    up.add_argument("--delay-ms", type=int, default=150, metavar="MS",
+                    help="memory is freed that long after a holder's death (default: 150)")
+    up.add_argument("--own-nodes", default="none", metavar="LIST",
+                    help="containers whose device nodes are their own, with other inodes")
+    verb("down", "Take everything of the lab away, also after a crash.")
+    verb("status", "Hosts, containers, holders, faults, memory as the driver has it.")
+
+    hold = verb("hold", "Start a real process that holds GPUs; returns when it does.")
+    hold.add_argument("host", help="ct129, pve1, node1, ...")
+    hold.add_argument("--gpus", default="all", metavar="LIST", help="0-3,7 or all (default: all)")
+    hold.add_argument("--mib", type=int, default=76115, help="MiB per GPU (default: 76115)")
+    hold.add_argument("--kind", choices=KINDS, default="plain", help="how it holds them")
+    hold.add_argument("--name", help="comm and argv[0] (default: python3); with :: in it the"
+                                     " whole command line, as setproctitle does")
+    hold.add_argument("--user", default="root", help="run as that user, made if there is none")
+    hold.add_argument("--ignore-term", action="store_true", help="ignore TERM, INT and HUP")
+    hold.add_argument("--respawn", type=int, nargs="?", const=-1, default=0, metavar="N",
+                      help="a supervisor starts it again N times, or for ever")
+    hold.add_argument("--count", type=int, default=1, metavar="N", help="that many (answers a list)")
+    hold.add_argument("--busy", action="store_true", help="utilisation reads 100 while it lives")
+    hold.add_argument("--cgroup", metavar="PATH",
+                      help="run in that cgroup below the host's own root,"
+                           " e.g. system.slice/vllm.service")
+    drop = verb("drop", "End holders, also stopped and unkillable ones, and wait for their end.")
+    drop.add_argument("which", nargs="?", default="all", metavar="ID|HOST|all")
+    alive = verb("alive", "Which holders are alive.")
+    alive.add_argument("ids", nargs="+", metavar="ID")
+
+    faults = "\n".join(f"  {name:14}{text}" for name, text in FAULTS.items())
+    fault = verb(
+        "fault",
+        "Break something. A fault on a Proxmox host applies to its containers too.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"kinds:\n{faults}\n\nsmi-error names: {', '.join(error_names())}",
+    )
+    fault.add_argument("target", metavar="HOST|HOST:GPU")
+    fault.add_argument("kind", choices=FAULTS, metavar="KIND")
+    fault.add_argument("value", nargs="*", metavar="VALUE")
+    heal = verb("heal", "Undo the faults of a host or container, or all.")
+    heal.add_argument("host", nargs="?")
+    for name, text in (("stop", "Stop a container."), ("start", "Start a stopped container.")):
+        verb(name, text).add_argument("name", metavar="CT")
+    cut = verb("cut", "Make a host or container unreachable: connections are refused.")
+    cut.add_argument("name", metavar="HOST")
+    cut.add_argument("--silent", action="store_true", help="take the cable away: no answer at all")
+    verb("mend", "Make it reachable again.").add_argument("name", metavar="HOST")
+    run = verb("run", "Run a controller command in the lab's network: run -- COMMAND...")
+    run.add_argument("command", nargs=argparse.REMAINDER)
+    return top
+
+
+def act(lab: Lab, options: dict[str, Any]) -> Any:
+    """Call the method that the verb names."""
+    verb = options.pop("verb")
+    if verb == "hold":
+        holders = lab.hold_many(**options)
+        return holders if options["count"] > 1 else holders[0]
+    if verb == "fault":
+        return lab.fault(options["target"], options["kind"], " ".join(options["value"]))
+    if verb == "alive":
+        return lab.alive(*options["ids"])
+    return getattr(lab, verb)(**options)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of the command line."""
+    options = vars(parser().parse_args(arguments))
+    try:
+        answer = act(Lab(), options)
+    except (LabError, OSError, subprocess.CalledProcessError) as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(answer, indent=2))
+    return 0

@@ -1,0 +1,179 @@
+"""A process that holds GPUs the way a real server does, one way per kind.
+
+Installed in every host as sglang.launch_server and vllm.entrypoints.openai.api_server, so that
+its command line is a real one. What to do comes in the environment (GPUOPS_HOLD, JSON); where to
+report readiness is a descriptor named there, used once and closed. Standard library only.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+
+DRIVER = "/proc/driver/lab/driver.sock"
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
+SYS_EXIT = 93 if os.uname().machine == "aarch64" else 60
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def ask_driver(request):
+    """One request to the driver, which knows this process by its socket credentials."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(DRIVER)
+        client.sendall(json.dumps(request).encode() + b"\n")
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+    return json.loads(answer)
+
+
+def report(spec, answer):
+    """Tell the lab, once; a restarted holder finds the descriptor closed."""
+    fd = spec.get("report_fd")
+    if fd is None:
+        return
+    try:
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            os.write(fd, json.dumps(answer).encode() + b"\n")
+            os.close(fd)
+    except OSError:
+        pass
+
+
+def rename(name, whole_line):
+    """Set comm, and with `whole_line` the command line as setproctitle does."""
+    with open("/proc/self/comm", "w") as comm:
+        comm.write(name[:15])
+    if not whole_line:
+        return
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    title = name.encode()[: end - start - 1]
+    ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
+
+
+def open_nodes(minors, control):
+    """O_PATH: opening c 195:N for reading fails without the real driver (ENXIO)."""
+    for minor in minors:
+        os.open(f"/dev/nvidia{minor}", os.O_PATH)
+    if control:
+        for name in ("/dev/nvidiactl", "/dev/nvidia-uvm"):
+            os.open(name, os.O_PATH)
+
+
+def mount(source, target, kind, flags):
+    """mount(2)."""
+    if libc.mount(source.encode(), target.encode(), kind.encode(), flags, None):
+        raise OSError(ctypes.get_errno(), f"mount {target}")
+
+
+def map_nodes(minors):
+    """Only mappings named /dev/nvidiaN, no descriptor.
+
+    c 195:N cannot be mapped without the driver, so a stand-in (c 1:5) is bound over the node in a
+    mount namespace of this process alone, opened, mapped and closed.
+    """
+    if libc.unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    mount("standin", "/mnt", "tmpfs", 0)
+    kept = []
+    for minor in minors:
+        standin = f"/mnt/nvidia{minor}"
+        os.mknod(standin, stat.S_IFCHR | 0o666, os.makedev(1, 5))
+        mount(standin, f"/dev/nvidia{minor}", "", MS_BIND)
+        fd = os.open(f"/dev/nvidia{minor}", os.O_RDWR)
+        kept.append(mmap.mmap(fd, 4096, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+        os.close(fd)
+    return kept
+
+
+def become_user(spec):
+    """Give up root, after what only root can do here."""
+    if spec["uid"]:
+        os.setgroups([])
+        os.setgid(spec["uid"])
+        os.setuid(spec["uid"])
+
+
+def forever():
+    """Wait for signals."""
+    while True:
+        time.sleep(3600)
+
+
+def register(spec):
+    """Tell the driver what this process holds, and the lab that it does."""
+    answer = ask_driver({"op": "register", **spec["claim"]})
+    report(spec, answer)
+    if "error" in answer:
+        sys.exit(answer["error"])
+
+
+def hold(spec):
+    """The holder itself."""
+    kind, minors = spec["claim"]["kind"], spec["minors"]
+    if spec["ignore_term"]:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+    rename(spec["name"], spec["whole_line"])
+    if kind == "dead-main-thread":
+        main_thread_exits(spec)
+    kept = map_nodes(minors) if kind == "mapped-only" else open_nodes(minors, kind != "open-only")
+    become_user(spec)
+    register(spec)
+    if kind == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "unkillable":
+        with open(spec["stuck_file"], "rb", buffering=0) as file:
+            file.read(1)
+    forever()
+    return kept
+
+
+def main_thread_exits(spec):
+    """The main thread ends (not the process); another thread opens the devices and lives on."""
+
+    def live_on():
+        open_nodes(spec["minors"], True)
+        become_user(spec)
+        register(spec)
+        forever()
+
+    threading.Thread(target=live_on).start()
+    libc.syscall(SYS_EXIT, 0)  # exit of this thread only; exit_group would end all
+
+
+def parent_that_never_waits(spec):
+    """Fork the holder and ignore its death: it stays a zombie."""
+    if os.fork() == 0:
+        hold(spec)
+    ask_driver({"op": "helper", "id": spec["claim"]["id"]})
+    forever()
+
+
+def main():
+    """Entry: see the module's text."""
+    spec = json.loads(os.environ["GPUOPS_HOLD"])
+    kind = spec["claim"]["kind"]
+    if kind == "zombie-parent":
+        parent_that_never_waits(spec)
+    if kind == "orphan" and os.fork():
+        os._exit(0)  # the launcher is gone; the worker is the holder
+    try:
+        hold(spec)
+    except Exception as error:
+        report(spec, {"error": f"holder: {type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()

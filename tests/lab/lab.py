@@ -1,0 +1,980 @@
+"""Lab: build it, take it down, hold GPUs in it, break it, run commands in its network."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import container as lxc
+from . import linux, node, smi
+from .plan import (
+    PREFIX,
+    STATE_ROOT,
+    Container,
+    Host,
+    LabError,
+    Paths,
+    Plan,
+    check_name,
+    make_plan,
+    parse_gpus,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+KINDS = (
+    "plain",
+    "orphan",
+    "stopped",
+    "zombie-parent",
+    "dead-main-thread",
+    "mapped-only",
+    "open-only",
+    "unkillable",
+)
+FAULTS = {
+    "slow-release": "MS: memory is freed that long after the holder's death",
+    "stuck": "MIB: memory in use that nobody holds",
+    "busy": "utilisation reads 100 with nobody there (latched)",
+    "ghost": "'PID MIB': the driver lists a process that does not exist",
+    "smi-hang": "nvidia-smi never answers; SIGKILL ends it",
+    "smi-hang-d": "nvidia-smi never answers and sits in state D; SIGKILL does not end it",
+    "smi-slow": "MS: nvidia-smi takes that long",
+    "smi-error": "NAME: nvidia-smi fails with that text and exit code",
+    "smi-missing": "there is no nvidia-smi",
+    "value": "'FIELD TEXT': that field reads TEXT, e.g. 'memory.used [N/A]'",
+    "gpu-lost": "this GPU (HOST:GPU) has fallen off the bus",
+    "wrong-count": "N: only the first N GPUs are there",
+}
+NEEDS_VALUE = ("slow-release", "stuck", "ghost", "smi-slow", "smi-error", "value", "wrong-count")
+MODEL_COMMAND = (
+    "-m",
+    "sglang.launch_server",
+    "--model-path",
+    "/models/DeepSeek-V3",
+    "--tp",
+    "8",
+    "--host",
+    "0.0.0.0",
+    "--port",
+    "30000",
+)
+INSIDE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+RUN_SCRIPT = """\
+#!/bin/sh
+# A command in the lab's network, with its names, keys and inventory. Not `ip netns exec`: that
+# mounts another /sys. The mount namespace keeps the real /etc/hosts and ~/.ssh untouched.
+echo 0 > {cgroup}/controller/cgroup.procs
+export GPUOPS_LAB={name} ANSIBLE_INVENTORY={state}/inventory.yml
+exec nsenter --net={state}/netns unshare --mount sh -c '
+    mount --bind {state}/hosts.txt /etc/hosts && mount --bind {state}/ssh {home}/.ssh || exit 125
+    exec "$@"' sh "$@"
+"""
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Poll a cheap condition; its value when it is true, LabError when it never is."""
+    deadline = time.monotonic() + seconds
+    pause = 0.001
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise LabError(f"gave up after {seconds:g} s waiting for {what}")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.02)
+
+
+def in_host(init: int, cgroup: Path, body: Callable[[], int]) -> int:
+    """Run `body` in a child inside a host's or container's namespaces; its exit status.
+
+    The child is a grandchild: entering a pid namespace takes a fork. Both are ours to wait for.
+    """
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            (cgroup / "cgroup.procs").write_text("0")
+            linux.setns(os.pidfd_open(init), linux.ALL_NAMESPACES)
+            os.chdir("/")
+            inner = os.fork()
+            if inner == 0:
+                try:
+                    status = body()
+                finally:
+                    os._exit(status)
+            _, code = os.waitpid(inner, 0)
+            status = os.waitstatus_to_exitcode(code) & 255
+        except OSError as error:
+            os.write(2, f"entering the host: {error}\n".encode())
+        finally:
+            os._exit(status)
+    _, code = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(code)
+
+
+def kill_cgroup(cgroup: Path, seconds: float = 10) -> None:
+    """End every process in a cgroup subtree and remove its directories."""
+    if not cgroup.exists():
+        return
+    deadline = time.monotonic() + seconds
+    while "populated 1" in (cgroup / "cgroup.events").read_text():
+        with contextlib.suppress(OSError):
+            (cgroup / "cgroup.kill").write_text("1")
+        if time.monotonic() > deadline:
+            raise LabError(f"processes in {cgroup} do not end")
+        time.sleep(0.005)
+    remove_cgroup(cgroup)
+
+
+def remove_cgroup(cgroup: Path) -> None:
+    """rmdir a cgroup and all below it, innermost first."""
+    if not cgroup.exists():
+        return
+    for child in [entry for entry in cgroup.iterdir() if entry.is_dir()]:
+        remove_cgroup(child)
+    for _ in range(200):
+        try:
+            cgroup.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:  # the last process is still on its way out
+            time.sleep(0.005)
+    cgroup.rmdir()
+
+
+@dataclass
+class Builder:
+    """A host that is being built: its process 1, and the pipes to its builder."""
+
+    host: Host
+    report: int
+    go: int
+    init: int
+
+    def finish(self) -> None:
+        """Wait until the host runs its init; LabError with the builder's text if it failed."""
+        text = b""
+        while part := os.read(self.report, 65536):
+            text += part
+        os.close(self.report)
+        os.close(self.go)
+        if text:
+            raise LabError(f"{self.host.name}: " + text.decode().strip().splitlines()[-1])
+
+
+def describe_inventory(plan: Plan, paths: Paths) -> str:
+    """The Ansible inventory of the lab, as YAML (JSON is YAML)."""
+
+    def address(item: Host | Container) -> dict[str, Any]:
+        return {"ansible_host": item.address}
+
+    containers = plan.containers()
+    gpu_nodes: dict[str, Any] = {
+        c.name: {**address(c), "proxmox_vmid": c.vmid, "gpuops_proxmox_host": c.host}
+        for c in containers
+    }
+    gpu_nodes |= {h.name: address(h) for h in plan.hosts if not h.proxmox}
+    ssh = f"-o UserKnownHostsFile={paths.state}/known_hosts -o StrictHostKeyChecking=yes"
+    common = {
+        "ansible_user": "root",
+        "ansible_ssh_private_key_file": f"{paths.state}/id_ed25519",
+        "ansible_ssh_common_args": ssh,
+        "ansible_python_interpreter": "/usr/bin/python3",
+        "gpuops_expected_gpus": plan.gpu_count,
+    }
+    groups = {
+        "proxmox_hosts": {h.name: address(h) for h in plan.hosts if h.proxmox},
+        "gpu_nodes": gpu_nodes,
+        # The same containers reached by ssh only, in a group of their own so that -l ct129
+        # never means these.
+        "inside": {f"{c.name}-ssh": address(c) for c in containers},
+    }
+    lines = ["# Made by the lab.", "all:", "  vars:"]
+    lines += [f"    {key}: {json.dumps(value)}" for key, value in common.items()]
+    lines.append("  children:")
+    for group, hosts in groups.items():
+        if not hosts:
+            lines.append(f"    {group}: {{}}")
+            continue
+        lines += [f"    {group}:", "      hosts:"]
+        for name, variables in hosts.items():
+            lines.append(f"        {name}:")
+            lines += [f"          {key}: {json.dumps(value)}" for key, value in variables.items()]
+    return "\n".join(lines) + "\n"
+
+
+def hosts_file(plan: Plan) -> str:
+    """/etc/hosts of the lab."""
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+    for host in plan.hosts:
+        lines.append(f"{host.address} {host.name}")
+        for c in host.containers:
+            lines.append(f"{c.address} {c.name} {c.name}-ssh")
+    return "\n".join(lines) + "\n"
+
+
+class Lab:
+    """One lab, by name (GPUOPS_LAB). Methods have the names of the command line's verbs."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = check_name(name or os.environ.get("GPUOPS_LAB", "lab"))
+        if os.geteuid() != 0:
+            raise LabError("the lab needs root: it makes namespaces and mounts")
+        self.paths = Paths(self.name, linux.cgroup2_mount() / "gpuops-lab" / self.name)
+
+    # --- up and down ---
+
+    def up(
+        self,
+        cts: str = "129,130",
+        nodes: int = 1,
+        gpus: int = 8,
+        minor_shift: int = 0,
+        delay_ms: int = 150,
+        own_nodes: str = "none",
+    ) -> dict[str, Any]:
+        """Build the lab; when it is up already with the same arguments, just answer."""
+        started = time.monotonic()
+        plan = make_plan(cts, nodes, gpus, minor_shift, delay_ms, own_nodes)
+        missing = node.which_missing()
+        if missing:
+            raise LabError(f"missing programs: {' '.join(missing)} (see tests/lab/packages.txt)")
+        with self.locked():
+            current = self.current_plan()
+            if current and current.arguments == plan.arguments and self.healthy(current):
+                return self.summary(plan, started, already=True)
+            self.clean()
+            try:
+                self.build(plan)
+            except BaseException:
+                self.clean()
+                raise
+            return self.summary(plan, started, already=False)
+
+    def down(self) -> dict[str, Any]:
+        """Take everything of this lab away, also what a crash left."""
+        started = time.monotonic()
+        with self.locked():
+            self.clean()
+            self.paths.lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            STATE_ROOT.rmdir()
+        return {"lab": self.name, "seconds": round(time.monotonic() - started, 3)}
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One up or down of this lab at a time."""
+        while True:
+            STATE_ROOT.mkdir(mode=0o755, exist_ok=True)
+            try:
+                file = self.paths.lock.open("w")
+            except FileNotFoundError:
+                continue
+            with file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                try:
+                    # The one who held it before may have removed it.
+                    if os.fstat(file.fileno()).st_ino != self.paths.lock.stat().st_ino:
+                        continue
+                except FileNotFoundError:
+                    continue
+                yield
+                return
+
+    def clean(self) -> None:
+        """Remove the lab's processes, mounts, cgroups and files; finds them by name, not memory."""
+        kill_cgroup(self.paths.cgroup)
+        with contextlib.suppress(OSError):
+            self.paths.cgroup.parent.rmdir()
+        if not self.paths.state.exists():
+            return
+        for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+            point = line.split()[4]
+            if Path(point).is_relative_to(self.paths.state):
+                linux.umount(point)
+        made_ssh = (self.paths.state / "made-ssh-directory").exists()
+        shutil.rmtree(self.paths.state)
+        if made_ssh and not any(STATE_ROOT.glob("*/netns")):
+            with contextlib.suppress(OSError):
+                (Path.home() / ".ssh").rmdir()
+
+    def build(self, plan: Plan) -> None:
+        """Make everything, in an order that lets the slow parts overlap."""
+        paths = self.paths
+        # The cgroup first: whatever happens later, it is how `down` finds the processes.
+        for name in ("controller", "helpers", "drivers"):
+            (paths.cgroup / name).mkdir(parents=True)
+        self.write_state(plan)
+        for host in plan.hosts:
+            self.start_driver(host, plan.delay_ms)
+        self.make_network()
+        builders = [self.start_host(host) for host in plan.hosts]
+        self.connect(plan, [builder.init for builder in builders])
+        for builder in builders:
+            os.write(builder.go, b"+")
+        for builder in builders:
+            builder.finish()
+        with_containers = [b for b in builders if b.host.containers]
+        for builder in with_containers:
+            self.start_containers(builder.host, builder.init)
+        for builder in builders:
+            self.wait_ready(builder.host, builder.init)
+        inits = {builder.host.name: builder.init for builder in builders}
+        state = {**plan.to_json(), "inits": inits}
+        temporary = paths.plan.with_suffix(".new")
+        temporary.write_text(json.dumps(state))
+        temporary.rename(paths.plan)
+
+    def write_state(self, plan: Plan) -> None:
+        """Keys, inventory, names: all that hosts and controller commands need as files."""
+        state = self.paths.state
+        (state / "ssh").mkdir(parents=True)
+        for name in ("id_ed25519", "host_ed25519"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"lab {self.name}"]
+            subprocess.run([*command, "-f", str(state / name)], check=True)
+        host_key = (state / "host_ed25519.pub").read_text()
+        (state / "known_hosts").write_text(f"* {host_key}")
+        (state / "hosts.txt").write_text(hosts_file(plan))
+        (state / "inventory.yml").write_text(describe_inventory(plan, self.paths))
+        for name in ("id_ed25519", "id_ed25519.pub", "known_hosts"):
+            shutil.copy(state / name, state / "ssh" / name)
+        (state / "ssh/config").write_text(
+            "Host *\n  User root\n  StrictHostKeyChecking yes\n  BatchMode yes\n  LogLevel ERROR\n"
+        )
+        (state / "ssh").chmod(0o700)
+        home = Path.home()
+        if not (home / ".ssh").exists():
+            (home / ".ssh").mkdir(mode=0o700)
+            (state / "made-ssh-directory").touch()
+        script = RUN_SCRIPT.format(
+            cgroup=self.paths.cgroup, name=self.name, state=state, home=home
+        )
+        node.write(state / "run", script, 0o755)
+        for host in plan.hosts:
+            self.paths.driver(host.name).mkdir(parents=True)
+            node.proc_driver(self.paths.driver(host.name), host)
+
+    def start_driver(self, host: Host, delay_ms: int) -> None:
+        """Start the host's driver process."""
+        cgroup = "/" + str(self.paths.host_cgroup(host.name).relative_to(linux.cgroup2_mount()))
+        config = {
+            "host": host.name,
+            "cgroup": cgroup,
+            "helpers": str(self.paths.cgroup / "helpers"),
+            "containers": {str(c.vmid): c.name for c in host.containers},
+            "gpus": [vars(gpu) for gpu in host.gpus],
+            "delay_ms": delay_ms,
+            "socket": str(self.paths.driver(host.name) / "lab/driver.sock"),
+            "admin": str(self.paths.admin(host.name)),
+        }
+        log = (self.paths.host(host.name) / "driver.log").open("w")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.lab.driver", json.dumps(config)],
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        log.close()
+        (self.paths.cgroup / "drivers/cgroup.procs").write_text(str(process.pid))
+
+    def make_network(self) -> None:
+        """The lab's network namespace, kept by a mount, with a bridge for all hosts."""
+        self.paths.netns.touch()
+        commands = "link set lo up\nlink add br0 type bridge\nlink set br0 up\n"
+        commands += f"addr add 10.77.0.1/{PREFIX} dev br0\n"
+        pid = os.fork()
+        if pid == 0:
+            try:
+                linux.unshare(linux.CLONE_NEWNET)
+                linux.bind("/proc/self/ns/net", self.paths.netns)
+                subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        if os.waitpid(pid, 0)[1]:
+            raise LabError("cannot make the lab's network namespace")
+
+    def connect(self, plan: Plan, inits: list[int]) -> None:
+        """One cable from the bridge to each host."""
+        lines = []
+        for host, init in zip(plan.hosts, inits, strict=True):
+            lines.append(f"link add {host.name} type veth peer name eth0 netns {init}")
+            lines.append(f"link set {host.name} master br0")
+            lines.append(f"link set {host.name} up")
+        self.ip("\n".join(lines) + "\n")
+
+    def ip(self, batch: str) -> None:
+        """Run ip commands in the lab's network namespace."""
+        subprocess.run(
+            ["nsenter", f"--net={self.paths.netns}", "ip", "-batch", "-"],
+            input=batch,
+            text=True,
+            check=True,
+        )
+
+    def start_host(self, host: Host) -> Builder:
+        """Fork the builder of a host; returns when its process 1 exists."""
+        report_read, report_write = os.pipe()
+        go_read, go_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(report_read)
+            os.close(go_write)
+            node.build(host, self.paths, report_write, go_read)
+        os.close(report_write)
+        os.close(go_read)
+        text = b""
+        while not text.endswith(b"\n"):
+            part = os.read(report_read, 1)
+            if not part:
+                raise LabError(f"{host.name}: the builder ended at once")
+            text += part
+        if not text.strip().isdigit():
+            text += os.read(report_read, 65536)
+            raise LabError(f"{host.name}: " + text.decode().strip().splitlines()[-1])
+        return Builder(host, report_read, go_write, int(text))
+
+    def start_containers(self, host: Host, init: int, vmids: list[int] | None = None) -> None:
+        """lxc-start on the Proxmox host, as pve-guests.service does at boot."""
+        cgroup = self.paths.host_cgroup(host.name) / "system.slice/pve-guests.service"
+        cgroup.mkdir(parents=True, exist_ok=True)
+        wanted = vmids or [c.vmid for c in host.containers]
+        read, write = os.pipe()
+
+        def body() -> int:
+            os.environ["PATH"] = INSIDE_PATH
+            errors = lxc.start_all(wanted)
+            os.write(write, "\n".join(errors).encode())
+            return 1 if errors else 0
+
+        status = in_host(init, cgroup, body)
+        os.close(write)
+        text = os.read(read, 65536).decode()
+        os.close(read)
+        if status:
+            raise LabError(text.splitlines()[0] if text else f"{host.name}: lxc-start failed")
+
+    def wait_ready(self, host: Host, init: int) -> None:
+        """Wait for the sshd of a host and of its containers."""
+
+        def listening(pid: int) -> bool:
+            return bool(pid) and Path(f"/proc/{pid}/root/run/sshd.pid").exists()
+
+        wait_until(lambda: listening(init), 10, f"sshd on {host.name}")
+        for c in host.containers:
+            cgroup = self.paths.ct_cgroup(c)
+            wait_until(lambda g=cgroup: listening(lxc.init_pid(g)), 10, f"sshd in {c.name}")
+        wait_until(lambda: self.admin_ready(host), 10, f"the driver of {host.name}")
+
+    def admin_ready(self, host: Host) -> bool:
+        """Whether the host's driver answers."""
+        try:
+            self.ask(host.name, {"op": "status"})
+        except (OSError, ValueError):
+            return False
+        return True
+
+    # --- what there is ---
+
+    def current_plan(self) -> Plan | None:
+        """The plan of the lab that is up, or None."""
+        try:
+            state = json.loads(self.paths.plan.read_text())
+        except (OSError, ValueError):
+            return None
+        state.pop("inits")
+        return Plan.from_json(state)
+
+    def plan(self) -> Plan:
+        """The plan of the lab that is up."""
+        plan = self.current_plan()
+        if plan is None:
+            raise LabError(f"lab {self.name} is not up (python -m tests.lab up)")
+        return plan
+
+    def healthy(self, plan: Plan) -> bool:
+        """Whether all hosts, drivers and containers of the plan are alive."""
+        for host in plan.hosts:
+            if not self.init(host.name) or not self.admin_ready(host):
+                return False
+            if any(not lxc.init_pid(self.paths.ct_cgroup(c)) for c in host.containers):
+                return False
+        return True
+
+    def init(self, name: str) -> int:
+        """The outer pid of process 1 of a host or container; 0 when it does not run."""
+        container = self.plan().container(name)
+        if container:
+            return lxc.init_pid(self.paths.ct_cgroup(container))
+        return lxc.init_pid(self.paths.host_cgroup(self.plan().host(name).name))
+
+    def running_init(self, name: str) -> int:
+        """Like init, but an error when it does not run."""
+        pid = self.init(name)
+        if not pid:
+            raise LabError(f"{name} is not running")
+        return pid
+
+    def ask(self, host: str, request: dict[str, Any]) -> dict[str, Any]:
+        """One request to a host's driver."""
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(10)
+            client.connect(str(self.paths.admin(host)))
+            client.sendall(json.dumps(request).encode() + b"\n")
+            answer = b""
+            while part := client.recv(1 << 20):
+                answer += part
+        data: dict[str, Any] = json.loads(answer)
+        if "error" in data:
+            raise LabError(data["error"])
+        return data
+
+    def summary(self, plan: Plan, started: float, already: bool) -> dict[str, Any]:
+        """What `up` answers."""
+        return {
+            "lab": self.name,
+            "already_up": already,
+            "seconds": round(time.monotonic() - started, 3),
+            "state": str(self.paths.state),
+            "inventory": str(self.paths.inventory),
+            "hosts": {h.name: h.address for h in plan.hosts},
+            "containers": {c.name: c.address for c in plan.containers()},
+        }
+
+    def status(self) -> dict[str, Any]:
+        """Hosts, containers, holders, faults, and the memory as the driver has it."""
+        plan = self.plan()
+        hosts = {}
+        for host in plan.hosts:
+            entry: dict[str, Any] = {
+                "address": host.address,
+                "proxmox": host.proxmox,
+                "init": self.init(host.name),
+                "gpus": [vars(gpu) for gpu in host.gpus],
+                "containers": {
+                    c.name: {
+                        "vmid": c.vmid,
+                        "address": c.address,
+                        "running": bool(lxc.init_pid(self.paths.ct_cgroup(c))),
+                    }
+                    for c in host.containers
+                },
+            }
+            try:
+                entry["driver"] = self.ask(host.name, {"op": "status"})
+            except OSError:
+                entry["driver"] = None  # it was killed
+            hosts[host.name] = entry
+        return {"lab": self.name, "inventory": str(self.paths.inventory), "hosts": hosts}
+
+    # --- holders ---
+
+    def hold(self, host: str, **options: Any) -> dict[str, Any]:
+        """Start one process that holds GPUs; see `hold_many` for the options."""
+        return self.hold_many(host, 1, **options)[0]
+
+    def hold_many(
+        self,
+        host: str,
+        count: int = 1,
+        *,
+        gpus: str = "all",
+        mib: int = 76115,
+        kind: str = "plain",
+        name: str | None = None,
+        user: str = "root",
+        ignore_term: bool = False,
+        respawn: int = 0,
+        busy: bool = False,
+        cgroup: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Start processes that hold GPUs and return when they do.
+
+        respawn: a supervisor starts the holder again that many times, -1 for ever.
+        cgroup: a path below the host's or container's own root to run in.
+        """
+        plan = self.plan()
+        if kind not in KINDS:
+            raise LabError(f"no kind {kind!r}; there are: {', '.join(KINDS)}")
+        if respawn and kind not in ("plain", "open-only", "mapped-only"):
+            raise LabError(f"--respawn does not go with --kind {kind}")
+        where = plan.host(host)
+        indexes = parse_gpus(gpus, plan.gpu_count)
+        init = self.running_init(host)
+        default = "sglang::scheduler_TP0" if kind == "orphan" else "python3"
+        title = name or default
+        started = []
+        for _ in range(count):
+            spec: dict[str, Any] = {
+                "claim": {
+                    "id": f"h{secrets.token_hex(4)}",
+                    "gpus": indexes,
+                    "mib": 0 if kind == "open-only" else mib,
+                    "kind": kind,
+                    "host": host,
+                    "name": title,
+                    "busy": busy,
+                    "listed": kind not in ("open-only", "mapped-only"),
+                    "helper_parent": respawn != 0,
+                },
+                "minors": [where.gpus[index].minor for index in indexes],
+                "ignore_term": ignore_term,
+                "name": title,
+                "whole_line": "::" in title,
+                "user": user,
+            }
+            if kind == "unkillable":
+                self.start_stuck_files(where.name, init, spec)
+            started.append(self.launch(host, init, spec, respawn, cgroup))
+        return [self.await_holder(kind, fd) for fd in started]
+
+    def start_stuck_files(self, host: str, init: int, spec: dict[str, Any]) -> None:
+        """A mount in the host whose files are never read to the end, served from outside it."""
+        point = f"/mnt/models-{spec['claim']['id']}"
+        spec["stuck_file"] = f"{point}/file"
+        namespace = os.open(f"/proc/{init}/ns/mnt", os.O_RDONLY)
+        helpers = str(self.paths.cgroup / "helpers")
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.lab.stuck", str(namespace), point, helpers],
+            pass_fds=[namespace],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            start_new_session=True,
+        )
+        os.close(namespace)
+        assert server.stdout
+        if not server.stdout.readline():
+            raise LabError("cannot mount the file system that never answers")
+        server.stdout.close()
+        claim = spec["claim"]["id"]
+        self.ask(host, {"op": "helper", "id": claim, "pid": server.pid, "stuck": True})
+
+    def launch(
+        self, host: str, init: int, spec: dict[str, Any], respawn: int, cgroup: str | None
+    ) -> int:
+        """Start a holder, detached, inside the host; returns the descriptor it reports on."""
+        container = self.plan().container(host)
+        if container:
+            place = self.paths.ct_cgroup(container) / (cgroup or "")
+        else:
+            place = self.paths.host_cgroup(self.plan().host(host).name)
+            place = place / (cgroup or "user.slice/user-0.slice/session-1.scope")
+        place.mkdir(parents=True, exist_ok=True)
+        read, write = os.pipe()
+        spec["report_fd"] = write
+        os.set_inheritable(write, True)
+        title = "python3" if spec["whole_line"] or respawn else spec["name"]
+        command = [title, *MODEL_COMMAND]
+        program = "/usr/bin/python3"
+        if respawn:
+            program = "/usr/local/bin/serve-forever"
+            command = [program, str(respawn), *command]
+
+        def body() -> int:
+            if os.fork():
+                return 0  # the holder's parent is gone: it belongs to process 1
+            os.setsid()
+            spec["uid"] = inside_uid(spec["user"])
+            null = os.open("/dev/null", os.O_RDWR)
+            for target in (0, 1, 2):
+                os.dup2(null, target)
+            environment = {
+                "PATH": INSIDE_PATH,
+                "HOME": "/",
+                "LANG": "C.UTF-8",
+                "CUDA_VISIBLE_DEVICES": ",".join(str(n) for n in spec["claim"]["gpus"]),
+                "GPUOPS_HOLD": json.dumps(spec),
+            }
+            os.execve(program, command, environment)
+
+        status = in_host(init, place, body)
+        os.close(write)
+        if status:
+            os.close(read)
+            raise LabError(f"cannot start a process in {host}")
+        return read
+
+    def await_holder(self, kind: str, fd: int) -> dict[str, Any]:
+        """Wait until a holder reports, and is in the state its kind is about."""
+        with os.fdopen(fd, "rb") as file:
+            if not select.select([file], [], [], 20)[0]:
+                raise LabError("the holder did not report within 20 s")
+            line = file.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "the holder ended at once"}
+        if "error" in answer:
+            raise LabError(answer["error"])
+        wanted = {"stopped": "T", "unkillable": "D", "dead-main-thread": "Z"}.get(kind)
+        if wanted:
+            pid = answer["outer_pid"]
+            wait_until(lambda: linux.process_state(pid) == wanted, 5, f"state {wanted}")
+        return answer
+
+    def holders(self) -> list[dict[str, Any]]:
+        """All holders the drivers know, newest last."""
+        found = []
+        for host in self.plan().hosts:
+            found += self.ask(host.name, {"op": "status"})["holders"]
+        return found
+
+    def alive(self, *ids: str) -> dict[str, bool]:
+        """Which holders are alive; a respawned one counts."""
+        living = {holder["id"] for holder in self.holders() if holder["alive"]}
+        return {id: id in living for id in ids}
+
+    def drop(self, which: str = "all") -> dict[str, Any]:
+        """End holders (an id, all of a host or container, or all) and wait until they are gone."""
+        plan = self.plan()
+        dropped: list[str] = []
+        for host in plan.hosts:
+            status = self.ask(host.name, {"op": "status"})
+            names = {h["id"]: h["host"] for h in status["holders"]}
+            ids = set(names) | set(status["helpers"])
+            homes = status["homes"]
+            wanted = {
+                id
+                for id in ids
+                if which in ("all", id, homes.get(id)) or (which == host.name and not host.proxmox)
+            }
+            if which not in ("all", *ids) and which not in homes.values():
+                if not any(which == h.name or plan.container(which) for h in plan.hosts):
+                    continue
+            for id in wanted:
+                self.drop_one(host.name, id)
+            dropped += sorted(wanted)
+        known = {h.name for h in plan.hosts} | {c.name for c in plan.containers()}
+        if not dropped and which not in known | {"all"}:
+            raise LabError(f"no holder, host or container {which}")
+        return {"dropped": dropped}
+
+    def drop_one(self, host: str, id: str) -> None:
+        """Supervisors first, then the holder, then what keeps it from dying."""
+        status = self.ask(host, {"op": "status"})
+        helpers = status["helpers"].get(id, [])
+        waiting: list[tuple[int, int]] = []
+        for helper in helpers:
+            if not helper["stuck"]:
+                kill_exactly(helper["pid"], helper["start_time"], signal.SIGKILL)
+                waiting.append((helper["pid"], helper["start_time"]))
+        # Read again: until its supervisor died, a new holder could come.
+        for holder in self.ask(host, {"op": "status"})["holders"]:
+            if holder["id"] == id and holder["alive"]:
+                kill_exactly(holder["outer_pid"], holder["start_time"], signal.SIGKILL)
+                waiting.append((holder["outer_pid"], holder["start_time"]))
+        for helper in helpers:
+            if helper["stuck"]:
+                kill_exactly(helper["pid"], helper["start_time"], signal.SIGTERM)
+        wait_until(
+            lambda: not any(is_there(pid, start) for pid, start in waiting), 10, f"the end of {id}"
+        )
+        self.ask(host, {"op": "forget", "id": id})
+
+    # --- faults ---
+
+    def fault(self, target: str, kind: str, value: str = "") -> dict[str, Any]:
+        """Break something on HOST or HOST:GPU."""
+        host, _, gpu = target.partition(":")
+        where = self.plan().host(host)
+        if kind not in FAULTS:
+            raise LabError(f"no fault {kind!r}; there are: {', '.join(FAULTS)}")
+        if kind in NEEDS_VALUE and not value:
+            raise LabError(f"{kind} needs a value ({FAULTS[kind]})")
+        if kind == "gpu-lost" and not gpu:
+            raise LabError("gpu-lost needs HOST:GPU")
+        if gpu and not (gpu.isdigit() and int(gpu) < len(where.gpus)):
+            raise LabError(f"no GPU {gpu} on {host}")
+        if kind == "smi-error" and value not in smi.error_names():
+            raise LabError(f"no error {value!r}; there are: {', '.join(smi.error_names())}")
+        if kind == "smi-missing":
+            self.hide_smi(host, hide=True)
+        scope = where.name if kind in ("slow-release", "stuck", "busy", "ghost") else host
+        request = {"op": "fault", "host": scope, "kind": kind, "value": value}
+        self.ask(where.name, {**request, "gpu": int(gpu) if gpu else None})
+        return {"host": scope, "gpu": gpu or None, "kind": kind, "value": value}
+
+    def heal(self, host: str | None = None) -> dict[str, Any]:
+        """Undo the faults of a host or container, or all."""
+        plan = self.plan()
+        for where in plan.hosts:
+            if host and plan.host(host) != where:
+                continue
+            for fault in self.ask(where.name, {"op": "status"})["faults"]:
+                if fault["kind"] == "smi-missing" and host in (None, fault["host"]):
+                    self.hide_smi(fault["host"], hide=False)
+            self.ask(where.name, {"op": "heal", "host": host})
+        return {"healed": host or "all"}
+
+    def hide_smi(self, name: str, hide: bool) -> None:
+        """Move nvidia-smi away on a host (and in its containers), or back."""
+        plan = self.plan()
+        where = plan.host(name)
+        names = [name]
+        if name == where.name:
+            names += [c.name for c in where.containers]
+        for item in names:
+            if not (init := self.init(item)):
+                continue
+            binary = Path(f"/proc/{init}/root/usr/bin/nvidia-smi")
+            away = binary.with_name(".nvidia-smi.away")
+            source, target = (binary, away) if hide else (away, binary)
+            if source.exists():
+                source.rename(target)
+
+    # --- hosts and containers ---
+
+    def stop(self, name: str) -> dict[str, Any]:
+        """Stop a container."""
+        container = self.need_container(name)
+        init = self.running_init(container.host)
+        argv = ["lxc-stop", "-n", str(container.vmid), "-k"]
+        cgroup = self.paths.host_cgroup(container.host)
+        if in_host(init, cgroup, lambda: subprocess.run(argv, check=False).returncode):
+            raise LabError(f"lxc-stop {container.vmid} failed")
+        return {"stopped": name}
+
+    def start(self, name: str) -> dict[str, Any]:
+        """Start a container that was stopped."""
+        container = self.need_container(name)
+        host = self.plan().host(name)
+        self.start_containers(host, self.running_init(host.name), [container.vmid])
+        cgroup = self.paths.ct_cgroup(container)
+        wait_until(
+            lambda: (
+                (pid := lxc.init_pid(cgroup))
+                and Path(f"/proc/{pid}/root/run/sshd.pid").exists()
+            ),
+            10,
+            f"sshd in {name}",
+        )
+        return {"started": name}
+
+    def need_container(self, name: str) -> Container:
+        """The container of that name."""
+        container = self.plan().container(name)
+        if container is None:
+            raise LabError(f"no container {name} in this lab")
+        return container
+
+    def ssh_cgroup(self, name: str) -> Path:
+        """Where the sshd of a host or container runs."""
+        container = self.plan().container(name)
+        if container:
+            return self.paths.ct_cgroup(container)
+        return self.paths.host_cgroup(self.plan().host(name).name) / "system.slice/ssh.service"
+
+    def cut(self, name: str, silent: bool = False) -> dict[str, Any]:
+        """Make a host unreachable: end its sshd, or with silent take its cable away."""
+        if silent:
+            self.set_link(name, "down")
+            return {"cut": name, "silent": True}
+        for pid in (self.ssh_cgroup(name) / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "sshd":
+                    os.kill(int(pid), signal.SIGKILL)
+        Path(f"/proc/{self.running_init(name)}/root/run/sshd.pid").unlink(missing_ok=True)
+        return {"cut": name, "silent": False}
+
+    def mend(self, name: str) -> dict[str, Any]:
+        """Make a host reachable again."""
+        self.set_link(name, "up")
+        init = self.running_init(name)
+        pid_file = Path(f"/proc/{init}/root/run/sshd.pid")
+        if not pid_file.exists():
+            argv = ["/usr/sbin/sshd"]
+            cgroup = self.ssh_cgroup(name)
+            in_host(init, cgroup, lambda: subprocess.run(argv, check=False).returncode)
+            wait_until(pid_file.exists, 5, f"sshd on {name}")
+        return {"mended": name}
+
+    def set_link(self, name: str, state: str) -> None:
+        """Plug a host's or container's cable in or out."""
+        container = self.plan().container(name)
+        if container is None:
+            self.ip(f"link set {self.plan().host(name).name} {state}\n")
+            return
+        init = self.running_init(container.host)
+        argv = ["ip", "link", "set", f"veth{container.vmid}i0", state]
+        subprocess.run(["nsenter", f"--net=/proc/{init}/ns/net", *argv], check=True)
+
+    # --- controller commands ---
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """The command line that runs `argv` in the lab's network."""
+        script = self.paths.state / "run"
+        if not script.exists():
+            raise LabError(f"lab {self.name} is not up (python -m tests.lab up)")
+        return [str(script), *argv]
+
+    def run(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        """subprocess.run in the lab's network, with its names, keys and inventory."""
+        return subprocess.run(self.command(argv), **{"check": False, **options})
+
+    def popen(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """subprocess.Popen in the lab's network."""
+        return subprocess.Popen(self.command(argv), **options)
+
+    def inside(
+        self, name: str, argv: Sequence[str], **options: Any
+    ) -> subprocess.CompletedProcess[Any]:
+        """Run a command on a host or container without ssh (as root, through its namespaces)."""
+        enter = ["nsenter", "--target", str(self.running_init(name)), "--all", "--root", "--wd"]
+        defaults: dict[str, Any] = {"check": False, "capture_output": True, "text": True}
+        environment = {"PATH": INSIDE_PATH, "HOME": "/root", "LANG": "C.UTF-8"}
+        return subprocess.run([*enter, *argv], **{**defaults, "env": environment, **options})
+
+
+def is_there(pid: int, start: int) -> bool:
+    """Whether that very process still exists (a zombie does)."""
+    try:
+        return linux.start_time(pid) == start
+    except (OSError, IndexError):
+        return False
+
+
+def kill_exactly(pid: int, start: int, number: int) -> None:
+    """Signal that very process, or nobody."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        if is_there(pid, start):
+            signal.pidfd_send_signal(fd, number)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def inside_uid(user: str) -> int:
+    """The uid of a user on this host, made if there is none; for use inside a host."""
+    if user == "root":
+        return 0
+    path = Path("/etc/passwd")
+    uids = {}
+    for line in path.read_text().splitlines():
+        name, _, uid, *_ = line.split(":")
+        uids[name] = int(uid)
+    if user not in uids:
+        uids[user] = max([1000, *(uid for uid in uids.values() if uid < 60000)]) + 1
+        with path.open("a") as file:
+            file.write(f"{user}:x:{uids[user]}:{uids[user]}::/home/{user}:/bin/bash\n")
+    return uids[user]
