@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What the unit tests share: real outputs of the tool, and children that always end."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders
+
+# No database: a test run leaves nothing behind. No deadline: other tests share the machine.
+hypothesis.settings.register_profile("gpuops", database=None, deadline=None, max_examples=100)
+hypothesis.settings.load_profile("gpuops")
+
+Child = subprocess.Popen[str]
+Python = Callable[..., Child]
+
+
+@pytest.fixture
+def capture() -> Callable[[str], str]:
+    """Read one of the real outputs of nvidia-smi, taken with driver 580."""
+    return lambda name: (Path(__file__).parent / "captures" / name).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def python() -> Iterator[Python]:
+    """Start a Python child that has run as far as its line ``print("ready")``; ended afterwards."""
+    children: list[Child] = []
+
+    def start(source: str, *arguments: str) -> Child:
+        child = subprocess.Popen(
+            [sys.executable, "-ISc", source, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        children.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    yield start
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+
+
+@pytest.fixture
+def start_of() -> Callable[[int], int]:
+    """The start time of a living process, read as the kernel shows it."""
+
+    def read(pid: int) -> int:
+        fields = holders.stat_fields(pid)
+        assert fields is not None
+        return int(fields[19])
+
+    return read

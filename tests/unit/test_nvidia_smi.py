@@ -1,0 +1,589 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The tool's output is read strictly: what is not plainly good proves nothing."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import nvidia_smi, verdict
+
+Capture = Callable[[str], str]
+
+FIELDS = len(nvidia_smi.GPU_FIELDS)
+# What a good row is, written without the code under test.
+GOOD_ROW = re.compile(r"\s*(\d+)\s*,\s*(GPU-[^,]*),[^,]*,\s*(\d+)\s*,(?:[^,]*,){6}.*", re.ASCII)
+
+LINE_ENDS = re.compile(r"[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
+
+
+def usable(name: str) -> bool:
+    """A name that the tool could print in one row and that keeps its outer blanks."""
+    return bool(name) and name == name.strip() and not LINE_ENDS.search(name)
+
+
+names = st.one_of(
+    st.sampled_from(
+        ["NVIDIA H200", "NVIDIA H100, PCIe", "Quadro, RTX, 6000", "显卡", "Карта №1", "GPU-1, 0"]
+    ),
+    st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "Zs"]), min_size=1).filter(
+        usable
+    ),
+)
+numbers = st.integers(min_value=0, max_value=10**7)
+
+
+@st.composite
+def rows(draw: st.DrawFn, least: int = 1) -> list[list[str]]:
+    """The rows of a machine, each a list of its fields."""
+    count = draw(st.integers(min_value=least, max_value=8))
+    uuids = draw(st.lists(st.uuids(), min_size=count, max_size=count, unique=True))
+    return [
+        [
+            str(index),
+            f"GPU-{uuid}",
+            f"00000000:{draw(st.integers(0, 255)):02X}:00.0",
+            str(draw(numbers)),
+            str(draw(numbers)),
+            str(draw(numbers)),
+            str(draw(st.integers(0, 100))),
+            str(draw(st.integers(0, 110))),
+            f"P{draw(st.integers(0, 12))}",
+            "580.159.04",
+            draw(names),
+        ]
+        for index, uuid in enumerate(uuids)
+    ]
+
+
+def text_of(table: list[list[str]]) -> str:
+    return "".join(", ".join(row) + "\n" for row in table)
+
+
+def parsed(text: str) -> nvidia_smi.Reading:
+    return nvidia_smi.parse_gpus(text, 0)
+
+
+@given(rows())
+def test_good_rows_are_read_as_they_are(table: list[list[str]]) -> None:
+    reading = parsed(text_of(table))
+    assert reading.readable
+    assert reading.problems == []
+    seen = [
+        [
+            str(gpu.index),
+            gpu.uuid,
+            gpu.bus_id,
+            str(gpu.used_mib),
+            str(gpu.total_mib),
+            str(gpu.reserved_mib),
+            str(gpu.utilisation),
+            str(gpu.temperature),
+            gpu.pstate,
+            gpu.driver,
+            gpu.name,
+        ]
+        for gpu in reading.gpus
+    ]
+    assert seen == table
+
+
+not_numbers = st.one_of(
+    st.sampled_from(
+        [
+            "",
+            "[N/A]",
+            "N/A",
+            "[Not Supported]",
+            "[Unknown Error]",
+            "[Insufficient Permissions]",
+            "[GPU requires reset]",
+            "[GPU is lost]",
+            "0 MiB",
+            "-1",
+            "+0",
+            "0.0",
+            "0x0",
+            "1e3",
+            "1_000",
+            "\u0660",
+            "²",
+            "None",
+        ]
+    ),
+    st.text(st.characters(codec="utf-8", exclude_characters=",")).filter(
+        lambda text: not re.fullmatch(r"[0-9]+", text.strip()) and not LINE_ENDS.search(text)
+    ),
+)
+
+
+@given(rows(), not_numbers, st.data())
+def test_memory_that_is_no_number_is_unknown_and_never_zero(
+    table: list[list[str]], value: str, data: st.DataObject
+) -> None:
+    which = data.draw(st.integers(0, len(table) - 1))
+    table[which][3] = value
+    reading = parsed(text_of(table))
+    assert not reading.readable
+    assert f"memory.used of GPU {which} reads '{value.strip()}'" in reading.problems
+    assert reading.gpus[which].used_mib is None
+
+
+@given(
+    rows(), st.sampled_from([4, 5, 6, 7]), st.sampled_from(["[N/A]", "N/A", "", "[GPU is lost]"])
+)
+def test_other_values_that_are_no_number_are_none(
+    table: list[list[str]], column: int, value: str
+) -> None:
+    table[0][column] = value
+    gpu = parsed(text_of(table)).gpus[0]
+    values = [gpu.total_mib, gpu.reserved_mib, gpu.utilisation, gpu.temperature]
+    assert values[column - 4] is None
+    assert values.count(None) == 1
+
+
+@given(rows(), st.data())
+def test_a_line_twice_is_not_readable(table: list[list[str]], data: st.DataObject) -> None:
+    table.append(data.draw(st.sampled_from(table)))
+    reading = parsed(text_of(table))
+    assert not reading.readable
+    assert any("twice" in problem for problem in reading.problems)
+
+
+@given(rows(least=2), st.sampled_from([0, 1]))
+def test_one_index_or_one_uuid_twice_is_not_readable(table: list[list[str]], column: int) -> None:
+    table[-1][column] = table[0][column]
+    reading = parsed(text_of(table))
+    assert not reading.readable
+    assert any("twice" in problem for problem in reading.problems)
+
+
+@given(rows(), st.data())
+def test_a_line_dropped_is_noticed_by_its_number(
+    table: list[list[str]], data: st.DataObject
+) -> None:
+    expected = len(table)
+    del table[data.draw(st.integers(0, expected - 1))]
+    reading = parsed(text_of(table))
+    for spec, nodes in (({"expected_gpus": expected}, 0), ({}, expected)):
+        target = verdict.Target({"name": "node1", **spec})
+        problem = verdict.unreadable(target, reading, nodes)
+        if table:
+            assert problem == (
+                f"nvidia-smi lists {expected - 1} GPUs where {expected} are expected"
+            )
+        else:
+            assert problem == "nvidia-smi listed no GPU"
+
+
+noise = st.one_of(
+    st.sampled_from(
+        [
+            "WARNING: infoROM is corrupted at gpu 0000:00:06.0",
+            "Unable to determine the device handle for GPU0000:41:00.0: Unknown Error",
+            "index, uuid, pci.bus_id, memory.used [MiB], memory.total [MiB]",
+            "No devices were found",
+            "perl: warning: Setting locale failed.",
+            "0, GPU-1",
+            "-1, GPU-1, 0, 0, 0, 0, 0, 0, P0, 580, x",
+        ]
+    ),
+    st.text(st.characters(codec="utf-8"), min_size=1).filter(
+        lambda text: text.strip() and not any(map(GOOD_ROW.fullmatch, text.splitlines()))
+    ),
+)
+
+
+@given(rows(), noise, st.data())
+def test_a_line_that_is_no_row_spoils_the_reading(
+    table: list[list[str]], line: str, data: st.DataObject
+) -> None:
+    lines = text_of(table).splitlines(keepends=True)
+    lines.insert(data.draw(st.integers(0, len(lines))), line + "\n")
+    reading = parsed("".join(lines))
+    assert not reading.readable
+    assert any("a line that is no GPU" in problem for problem in reading.problems)
+
+
+@given(rows(), st.integers(0, FIELDS - 1))
+def test_a_field_missing_is_not_readable(table: list[list[str]], column: int) -> None:
+    # A comma in the name would fill the gap; test_a_reading_is_only_readable… covers that.
+    assume("," not in table[0][-1])
+    del table[0][column]
+    assert not parsed(text_of(table)).readable
+
+
+@given(rows(), st.data())
+def test_a_reading_is_only_readable_if_every_line_is_a_good_row(
+    table: list[list[str]], data: st.DataObject
+) -> None:
+    text = text_of(table)
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(text)))
+        new = data.draw(st.sampled_from(["", "\n", ",", " ", "0", "[N/A]", "GPU-", "-"]))
+        text = text[:place] + new + text[place + data.draw(st.integers(0, 3)) :]
+    reading = parsed(text)
+    found = [GOOD_ROW.fullmatch(line) for line in text.splitlines() if line.strip()]
+    if reading.readable:
+        assert all(found)
+        matches = [match for match in found if match]
+        assert len({int(match[1]) for match in matches}) == len(found) > 0
+        assert len({match[2].strip() for match in matches}) == len(found)
+        assert [gpu.used_mib for gpu in reading.gpus] == [int(match[3]) for match in matches]
+    else:
+        assert reading.problems
+
+
+@given(rows(), st.integers(-64, 255).filter(bool))
+def test_an_exit_code_other_than_zero_is_not_readable(table: list[list[str]], code: int) -> None:
+    reading = nvidia_smi.parse_gpus(text_of(table), code)
+    assert not reading.readable
+    assert reading.gpus == []
+    assert reading.exit_code == code
+
+
+@pytest.mark.parametrize("text", ["", "\n", " \n\n"])
+def test_silence_is_not_readable(text: str) -> None:
+    reading = parsed(text)
+    assert not reading.readable
+    assert reading.problems == ["nvidia-smi listed no GPU"]
+
+
+@given(st.text())
+def test_any_text_is_read_without_an_error(text: str) -> None:
+    assert isinstance(parsed(text).readable, bool)
+    assert isinstance(nvidia_smi.parse_apps(text, 0), tuple)
+    assert isinstance(nvidia_smi.parse_minors(text), dict)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "problem"),
+    [
+        ("no_dev0", 6, "No devices were found"),
+        ("nobody_dev0mode", 6, "No devices were found"),
+        ("bad_index", 6, "No devices were found"),
+        (
+            "no_ctl",
+            17,
+            "Failed to initialize NVML: GPU access blocked by the operating system",
+        ),
+        ("nobody_devmode", 4, "Failed to initialize NVML: Insufficient Permissions"),
+        (
+            "no_lib",
+            12,
+            "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system. Please make sure "
+            "that the NVIDIA Display Driver is properly installed and present in your system.",
+        ),
+        ("bad_field", 2, 'Field "bogus" is not a valid field to query.'),
+        ("bad_flag", 255, "ERROR: Option --nosuch is not recognized. Please run 'nvidia-smi -h'."),
+    ],
+)
+def test_the_real_tools_failures_are_named(
+    capture: Capture, name: str, code: int, problem: str
+) -> None:
+    text = capture(f"{name}.out")
+    reading = nvidia_smi.parse_gpus(text, code)
+    assert not reading.readable
+    assert reading.problems == [f"nvidia-smi failed with exit code {code}: {problem}"]
+    assert nvidia_smi.parse_apps(text, code) == ([], reading.problems)
+    # The same words with exit code 0, as some drivers have it, are no better.
+    assert not parsed(text).readable
+
+
+def test_other_outputs_of_the_real_tool_are_no_reading(capture: Capture) -> None:
+    for name in ("query_used.out", "table.out", "q.out", "apps.out"):
+        assert not parsed(capture(name)).readable
+
+
+def test_a_tool_that_is_not_there_is_said_in_other_words() -> None:
+    assert nvidia_smi.failure("sh: 1: nvidia-smi: not found", 127) == (
+        "nvidia-smi is not installed there"
+    )
+    assert nvidia_smi.failure(" \n", 9) == "nvidia-smi failed with exit code 9: it said nothing"
+
+
+def test_the_drivers_list_of_processes(capture: Capture) -> None:
+    assert nvidia_smi.parse_apps(capture("apps.out"), 0) == ([], [])
+    text = (
+        "GPU-a5edddaa-6e4a-9986-b9b5-dab572bc80a9, 561, 5638, [No data]\n"
+        "GPU-a5edddaa-6e4a-9986-b9b5-dab572bc80a9, 562, [N/A], /usr/bin/a, b, 显卡\n"
+        "MIG-41b3b2a4-8b9d-5d3b-9d5d-2b3bb6bf1f33, 563, 0, python3\n"
+    )
+    apps, problems = nvidia_smi.parse_apps(text, 0)
+    assert problems == []
+    assert [(app.pid, app.used_mib, app.name) for app in apps] == [
+        (561, 5638, "[No data]"),
+        (562, None, "/usr/bin/a, b, 显卡"),
+        (563, 0, "python3"),
+    ]
+    assert apps[2].gpu_uuid == "MIG-41b3b2a4-8b9d-5d3b-9d5d-2b3bb6bf1f33"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "No running processes found",
+        "GPU-1, 12, 5",
+        "GPU-1, [N/A], 5, x",
+        "GPU-1, -4, 5, x",
+        "a,b,c,d",
+    ],
+)
+def test_a_line_that_is_no_process_is_a_problem(line: str) -> None:
+    apps, problems = nvidia_smi.parse_apps(f"GPU-1, 7, 5, good\n{line}\n", 0)
+    assert [app.pid for app in apps] == [7]
+    assert problems == [f"the driver's list has a line that is no process: '{line}'"]
+
+
+def test_minor_numbers_from_the_tool(capture: Capture) -> None:
+    assert nvidia_smi.parse_minors(capture("q.out")) == {
+        "GPU-a5edddaa-6e4a-9986-b9b5-dab572bc80a9": 0
+    }
+
+
+def test_a_minor_number_that_cannot_be_read_is_left_out() -> None:
+    text = (
+        "Minor Number : 9\n"
+        "GPU UUID : GPU-1\nMinor Number : N/A\n"
+        "GPU UUID : GPU-2\nMinor Number : 5\n"
+    )
+    assert nvidia_smi.parse_minors(text) == {"GPU-2": 5}
+
+
+def test_minor_numbers_from_the_driver(capture: Capture, tmp_path: Path) -> None:
+    real = capture("procinfo.out").partition("Model:")
+    information = (real[1] + real[2]).partition("/proc/driver")[0]
+    other = information.replace("a5edddaa", "b5edddaa").replace("Minor: \t 0", "Minor: \t 5")
+    for bus, text in (("0000:00:06.0", information), ("0000:00:07.0", other)):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text(text, encoding="utf-8")
+    (tmp_path / "0000:00:08.0").mkdir()
+    assert nvidia_smi.minors_from_proc(str(tmp_path)) == {
+        "GPU-a5edddaa-6e4a-9986-b9b5-dab572bc80a9": 0,
+        "GPU-b5edddaa-6e4a-9986-b9b5-dab572bc80a9": 5,
+    }
+    assert nvidia_smi.minors_from_proc(str(tmp_path / "none")) == {}
+
+
+GOOD = "0, GPU-1, 00000000:00:06.0, 20, 143771, 616, 0, 31, P0, 580.159.04, NVIDIA H200"
+
+
+class Place:
+    """A place of reading whose nvidia-smi is a little shell script of the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sessions: list[nvidia_smi.Session] = []
+
+    def session(self, script: str | None, timeout: float = 5.0) -> nvidia_smi.Session:
+        if script is not None:
+            tool = self.folder / "nvidia-smi"
+            tool.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+            tool.chmod(0o755)
+        prefix = ["env", f"PATH={self.folder}:/usr/bin:/bin"]
+        made = nvidia_smi.Session("container 129", prefix, timeout)
+        self.sessions.append(made)
+        return made
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
+            for pid in {session.pid} - {0}:
+                with suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+                with suppress(OSError):
+                    os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    made.close()
+
+
+def asked(session: nvidia_smi.Session, question: str = "gpus") -> nvidia_smi.Reading:
+    session.ask(question)
+    return session.gpus()
+
+
+def ends_within(pid: int, seconds: float) -> bool:
+    """Does this child of ours end, and is it reaped?"""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if os.waitpid(pid, os.WNOHANG) != (0, 0):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_session_answers_every_question_in_order(place: Place) -> None:
+    session = place.session(
+        f"""
+case $1 in
+  --query-gpu=*) echo '{GOOD}' ;;
+  --query-compute-apps=*) echo 'GPU-1, 12, 20, python, 3' ;;
+  -q) echo 'GPU UUID : GPU-1'; echo 'Minor Number : 4' ;;
+esac
+"""
+    )
+    for question in ("gpus", "apps", "minors", "nodes", "gpus"):
+        session.ask(question)
+    first = session.gpus()
+    assert first.readable
+    assert [(gpu.used_mib, gpu.name) for gpu in first.gpus] == [(20, "NVIDIA H200")]
+    apps, problems = session.apps()
+    assert [(app.pid, app.name) for app in apps] == [(12, "python, 3")]
+    assert problems == []
+    assert nvidia_smi.parse_minors(session.answer()[0]) == {"GPU-1": 4}
+    listing, code = session.answer()
+    assert code == 0
+    assert "null" in listing.split()
+    assert session.gpus().readable
+
+
+def test_a_session_asks_for_exactly_the_fields_that_are_parsed(place: Place) -> None:
+    session = place.session('echo "$*"')
+    session.ask("gpus")
+    session.ask("apps")
+    assert session.answer() == (
+        f"--query-gpu={','.join(nvidia_smi.GPU_FIELDS)} --format=csv,noheader,nounits\n",
+        0,
+    )
+    assert session.answer() == (
+        "--query-compute-apps=gpu_uuid,pid,used_gpu_memory,process_name "
+        "--format=csv,noheader,nounits\n",
+        0,
+    )
+
+
+def test_a_tool_that_never_answers_is_abandoned_at_the_deadline(place: Place) -> None:
+    session = place.session("exec sleep 60", timeout=0.3)
+    began = time.monotonic()
+    reading = asked(session)
+    took = time.monotonic() - began
+    assert 0.25 < took < 1.5
+    assert not reading.readable
+    assert reading.problems == ["container 129: nvidia-smi did not answer within 0.3 s"]
+    # From then on it says so at once, and asks nobody.
+    began = time.monotonic()
+    assert asked(session).problems == reading.problems
+    assert session.apps() == ([], reading.problems)
+    assert time.monotonic() - began < 0.1
+    # The shell is killed, though nobody waits for it.
+    assert ends_within(session.pid, 2)
+
+
+def test_a_tool_that_hangs_after_a_good_row_gives_no_reading(place: Place) -> None:
+    session = place.session(f"echo '{GOOD}'; exec sleep 60", timeout=0.3)
+    reading = asked(session)
+    assert not reading.readable
+    assert reading.gpus == []
+
+
+def test_a_slow_second_answer_has_a_deadline_of_its_own(place: Place) -> None:
+    session = place.session(f"sleep 0.25; echo '{GOOD}'", timeout=0.8)
+    assert all(asked(session).readable for _ in range(4))
+
+
+def test_a_tool_that_dies_is_a_problem_with_its_exit_code(place: Place) -> None:
+    session = place.session("kill -9 $$")
+    reading = asked(session)
+    assert not reading.readable
+    assert reading.exit_code == 137
+    assert reading.problems[0].startswith("nvidia-smi failed with exit code 137")
+    # The shell outlives the tool.
+    assert asked(session).exit_code == 137
+
+
+def test_a_shell_that_dies_is_a_problem_with_its_last_words(place: Place) -> None:
+    session = place.session("echo 'container going down'; kill -9 $PPID")
+    reading = asked(session)
+    assert not reading.readable
+    assert reading.exit_code is None
+    assert reading.problems[0].startswith("container 129: cannot read there: ")
+    assert asked(session).problems == reading.problems
+
+
+def test_a_way_that_refuses_is_named() -> None:
+    session = nvidia_smi.Session(
+        "container 129", ["sh", "-c", 'echo "CT 129 not running!" >&2; exit 255'], 5
+    )
+    reading = asked(session)
+    session.close()
+    assert reading.problems == ["container 129: cannot read there: CT 129 not running!"]
+
+
+def test_a_way_that_does_not_exist_is_named() -> None:
+    session = nvidia_smi.Session("container 129", ["no-such-pct", "exec", "129", "--"], 5)
+    reading = asked(session)
+    session.close()
+    assert not reading.readable
+    assert reading.problems == ["there is no command 'no-such-pct' to reach container 129 with"]
+
+
+def test_what_the_way_there_prints_first_is_dropped(tmp_path: Path, place: Place) -> None:
+    place.session(f"echo '{GOOD}'")
+    noisy = f'echo "warning: locale"; echo "{GOOD}" >&2; PATH={tmp_path}:$PATH; exec "$@"'
+    session = nvidia_smi.Session("container 129", ["sh", "-c", noisy, "pct"], 5)
+    place.sessions.append(session)
+    assert [len(asked(session).gpus) for _ in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("stream", ["", " >&2"])
+def test_what_the_tool_prints_before_its_rows_spoils_the_reading(place: Place, stream: str) -> None:
+    session = place.session(f"echo 'WARNING: infoROM is corrupted'{stream}; echo '{GOOD}'")
+    reading = asked(session)
+    assert not reading.readable
+    assert "infoROM is corrupted" in reading.problems[0]
+
+
+def test_no_tool_there(place: Place) -> None:
+    reading = asked(place.session(None))
+    assert reading.exit_code == 127
+    assert reading.problems == ["nvidia-smi is not installed there"]
+
+
+def test_a_tool_that_exits_with_127_itself(place: Place) -> None:
+    reading = asked(place.session(f"echo '{GOOD}'; exit 127"))
+    assert not reading.readable
+
+
+def test_a_large_answer_arrives_whole(place: Place) -> None:
+    rows_wanted = 20000
+    session = place.session(
+        f"yes 'GPU-1, 12, 20, {'x' * 80}' 2>&- | head -n {rows_wanted}", timeout=10
+    )
+    session.ask("apps")
+    session.ask("gpus")
+    apps, problems = session.apps()
+    assert (len(apps), problems) == (rows_wanted, [])
+    assert not session.gpus().readable
+
+
+def test_bytes_that_are_no_text_are_read_without_an_error(place: Place) -> None:
+    session = place.session(f"printf '\\377\\376\\n'; echo '{GOOD}'")
+    reading = asked(session)
+    assert not reading.readable
+    assert len(reading.gpus) == 1
+
+
+def test_sessions_leave_no_descriptor_behind(place: Place) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for script in (f"echo '{GOOD}'", "exec sleep 60"):
+        session = place.session(script, timeout=0.2)
+        asked(session)
+        place.sessions.remove(session)
+        session.close()
+        with suppress(ProcessLookupError):
+            os.killpg(session.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(session.pid, 0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
