@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Whose a process is, from the control groups that real systems write."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import owners
+
+H = "3f8a0c5d" * 8
+OTHER = "77aa0c5d" * 8
+UID = "2a4b6c8d-1111-2222-3333-444455556666"
+UID_ = UID.replace("-", "_")
+STATIC_UID = UID.replace("-", "")
+
+V1 = "12:pids:{0}\n11:cpuset:{0}\n10:devices:{0}\n5:cpu,cpuacct:{0}\n1:name=systemd:{0}\n0::/\n"
+HYBRID = "10:devices:{0}\n1:name=systemd:{0}\n0::{0}\n"
+V2 = "0::{0}\n"
+SHAPES = [V1, HYBRID, V2]
+
+KUBELET = "/kubepods.slice/kubepods-besteffort.slice"
+
+# Path of a control group, owner's kind, owner's id.
+FENCED = [
+    # LXC as Proxmox sets it up; the processes of pct exec (lxc-attach) are in .lxc.
+    ("/lxc/129", "lxc", "129"),
+    ("/lxc/129/ns", "lxc", "129"),
+    ("/lxc/129/ns/init.scope", "lxc", "129"),
+    ("/lxc/129/ns/system.slice/ssh.service", "lxc", "129"),
+    ("/lxc/129/ns/user.slice/user-0.slice/session-4.scope", "lxc", "129"),
+    ("/lxc/129/ns/.lxc", "lxc", "129"),
+    ("/lxc/129/.lxc", "lxc", "129"),
+    # LXC's own default, and LXD's and Incus's.
+    ("/lxc.payload/129", "lxc", "129"),
+    ("/lxc.payload.129", "lxc", "129"),
+    ("/lxc.payload.web/system.slice/cron.service", "lxc", "web"),
+    ("/user.slice/user-1000.slice/user@1000.service/lxc.payload.mine/init.scope", "lxc", "mine"),
+    # Nested: whatever is inside container 129 is 129's.
+    (f"/lxc/129/ns/system.slice/docker-{H}.scope", "lxc", "129"),
+    (f"/lxc/129/ns/docker/{H}", "lxc", "129"),
+    (
+        f"/lxc/129/ns{KUBELET}/kubepods-besteffort-pod{UID_}.slice/cri-containerd-{H}.scope",
+        "lxc",
+        "129",
+    ),
+    ("/lxc/129/ns/lxc/130/ns/init.scope", "lxc", "129"),
+    ("/lxc/129/ns/lxc.payload.130/init.scope", "lxc", "129"),
+    ("/lxc/129/ns/system.slice/slurmstepd.scope/job_6/step_0/user/task_0", "lxc", "129"),
+    # Docker with the drivers cgroupfs and systemd, and rootless.
+    (f"/docker/{H}", "docker", H),
+    (f"/docker/{H}/docker/{OTHER}", "docker", H),
+    (f"/system.slice/docker-{H}.scope", "docker", H),
+    (f"/system.slice/docker-{H}.scope/init.scope", "docker", H),
+    (f"/user.slice/user-1000.slice/user@1000.service/user.slice/docker-{H}.scope", "docker", H),
+    # Podman, of root and of a user.
+    (f"/machine.slice/libpod-{H}.scope/container", "podman", H),
+    (f"/machine.slice/libpod-{H}.scope", "podman", H),
+    (f"/libpod_parent/libpod-{H}", "podman", H),
+    (
+        f"/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{H}.scope/container",
+        "podman",
+        H,
+    ),
+    # containerd and CRI-O without a pod around them.
+    (f"/system.slice/cri-containerd-{H}.scope", "containerd", H),
+    (f"/system.slice/nerdctl-{H}.scope", "containerd", H),
+    (f"/default/{H}", "containerd", H),
+    (f"/machine.slice/crio-{H}.scope", "containerd", H),
+    # Kubernetes: cgroup drivers systemd and cgroupfs, each class, and a static pod.
+    (f"{KUBELET}/kubepods-besteffort-pod{UID_}.slice/cri-containerd-{H}.scope", "pod", UID_),
+    (f"{KUBELET}/kubepods-besteffort-pod{UID_}.slice/crio-{H}.scope/container", "pod", UID_),
+    (f"{KUBELET}/kubepods-besteffort-pod{UID_}.slice/docker-{H}.scope", "pod", UID_),
+    (f"/kubepods.slice/kubepods-pod{UID_}.slice/cri-containerd-{H}.scope", "pod", UID_),
+    (f"/kubepods/besteffort/pod{UID}/{H}", "pod", UID),
+    (f"/kubepods/burstable/pod{UID}/{H}", "pod", UID),
+    (f"/kubepods/pod{UID}/{H}", "pod", UID),
+    (f"/kubepods/burstable/pod{STATIC_UID}/{H}", "pod", STATIC_UID),
+    (
+        f"/system.slice/containerd.service/kubepods-burstable-pod{UID_}.slice:cri-containerd:{H}",
+        "pod",
+        UID_,
+    ),
+    (f"/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{UID_}.slice", "pod", UID_),
+    # Slurm on cgroup v1 and v2.
+    ("/slurm/uid_0/job_6/step_batch", "slurm", "6"),
+    ("/slurm/uid_1000/job_1234567/step_0/task_3", "slurm", "1234567"),
+    ("/slurm_node1/uid_0/job_6/step_extern", "slurm", "6"),
+    ("/system.slice/slurmstepd.scope/job_6/step_batch/user/task_0", "slurm", "6"),
+    ("/system.slice/slurmstepd.scope/job_6/step_0/slurm", "slurm", "6"),
+    ("/system.slice/node1_slurmstepd.scope/job_6/step_0/user/task_special", "slurm", "6"),
+    # A container that a job has started is the job's.
+    (f"/system.slice/slurmstepd.scope/job_6/step_0/user/task_0/libpod-{H}", "slurm", "6"),
+]
+
+UNFENCED = [
+    ("/system.slice/nvidia-persistenced.service", "unit", "nvidia-persistenced.service"),
+    ("/system.slice/system-getty.slice/getty@tty1.service", "unit", "getty@tty1.service"),
+    ("/system.slice/slurmd.service", "unit", "slurmd.service"),
+    ("/system.slice/slurmstepd.scope/system", "unit", "slurmstepd.scope"),
+    ("/system.slice/docker.service", "unit", "docker.service"),
+    ("/system.slice/run-u12.scope", "unit", "run-u12.scope"),
+    ("/user.slice/user-1000.slice/session-3.scope", "user", "1000"),
+    ("/user.slice/user-1000.slice/user@1000.service/app.slice/a.service", "user", "1000"),
+    ("/user.slice/user-0.slice/session-c1.scope", "user", "0"),
+]
+
+NOBODY = [
+    "/",
+    "/init.scope",
+    "/user.slice",
+    "/system.slice",
+    # The monitor runs on the host in the host's PID namespace: LXC puts it beside the container
+    # (lxc.cgroup.dir.monitor) so that it is no member of it. Ending it would end the container.
+    "/lxc.monitor/129",
+    "/lxc.monitor.129",
+    "/lxc.pivot",
+    "/lxc",
+    "/lxcfs/129",
+    "/my-lxc/129/ns",
+    "/job_x/step_0",
+    "/job_/step_0",
+    "/nojob_6/step_0",
+    f"/docker/{H[:63]}",
+    f"/docker-{H[:12]}.scope",
+    "/podcast/pod12",
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["v1", "hybrid", "v2"])
+@pytest.mark.parametrize(("path", "kind", "ident"), FENCED)
+def test_what_is_behind_a_fence(shape: str, path: str, kind: str, ident: str) -> None:
+    owner = owners.owner_from_cgroup(shape.format(path))
+    assert owner is not None
+    assert (owner.kind, owner.id) == (kind, ident)
+    assert owner.fenced
+    assert str(owner) == f"{kind} {ident}"
+    assert owner.evidence == f"cgroup {path}"
+    # A fence is believed even in the node's own PID namespace (docker run --pid=host).
+    assert owners.owner_of(shape.format(path), [1], [1]).fenced
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["v1", "hybrid", "v2"])
+@pytest.mark.parametrize(("path", "kind", "ident"), UNFENCED)
+def test_what_runs_on_the_node_itself(shape: str, path: str, kind: str, ident: str) -> None:
+    owner = owners.owner_from_cgroup(shape.format(path))
+    assert owner is not None
+    assert (owner.kind, owner.id) == (kind, ident)
+    assert not owner.fenced
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["v1", "hybrid", "v2"])
+@pytest.mark.parametrize("path", NOBODY)
+def test_paths_that_name_nobody(shape: str, path: str) -> None:
+    assert owners.owner_from_cgroup(shape.format(path)) is None
+    owner = owners.owner_of(shape.format(path), [1], [1])
+    assert (owner.kind, owner.fenced) == ("host", False)
+
+
+def test_one_controller_that_knows_the_owner_is_enough() -> None:
+    text = (
+        "11:memory:/user.slice\n10:devices:/docker/"
+        + H
+        + "\n1:name=systemd:/system.slice/a.service\n"
+    )
+    owner = owners.owner_from_cgroup(text)
+    assert owner is not None
+    assert (owner.kind, owner.id) == ("docker", H)
+
+
+def test_a_path_with_colons_is_read_whole() -> None:
+    assert owners.cgroup_paths("0::/a:b:c\n1:x:/d\nnoise\n") == ["/a:b:c", "/d"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["v1", "hybrid", "v2"])
+@pytest.mark.parametrize(
+    ("path", "vmid", "inside"),
+    [
+        ("/lxc/129/ns", 129, True),
+        ("/lxc/129/.lxc", 129, True),
+        (f"/lxc/129/ns/docker/{H}", 129, True),
+        ("/lxc/12/ns", 129, False),
+        ("/lxc/1299/ns", 129, False),
+        ("/lxc/129/ns", 12, False),
+        ("/lxc/129/ns", 29, False),
+        ("/lxc/0129/ns", 129, False),
+        ("/lxc.monitor/129", 129, False),
+        # A container inside container 130 that calls itself 129 is 130's.
+        ("/lxc/130/ns/lxc/129/ns", 129, False),
+        ("/lxc/130/ns/lxc/129/ns", 130, True),
+        (f"/docker/{H}/lxc/129/ns", 129, False),
+        ("/", 129, False),
+    ],
+)
+def test_members_of_a_container(shape: str, path: str, vmid: int, inside: bool) -> None:
+    assert owners.in_container(shape.format(path), vmid) is inside
+
+
+@given(st.integers(100, 10**9), st.integers(100, 10**9))
+def test_a_container_is_never_another_one(one: int, other: int) -> None:
+    for path in (f"/lxc/{one}", f"/lxc/{one}/ns/a", f"/lxc/{one}/ns/lxc/{other}/ns"):
+        assert owners.in_container(V2.format(path), one)
+        assert owners.in_container(V2.format(path), other) is (one == other)
+
+
+MARK = re.compile(r"lxc|job_|pod|[0-9a-f]{64}")
+texts = st.one_of(
+    st.text(),
+    st.lists(
+        st.sampled_from(
+            ["/", ":", "\n", "0::/", "1:name=systemd:/", "lxc", ".payload", "129", "job_", "6",
+             "pod", UID, UID_, H, "docker-", "docker", "libpod-", "cri-containerd-", "system.slice",
+             "a.service", "user-1000.slice", ".scope", "kubepods"]
+        )
+    ).map("".join),
+)  # fmt: skip
+
+
+@given(texts, st.lists(st.integers(1, 4)), st.lists(st.integers(1, 4)))
+def test_any_text_gives_an_owner_and_no_error(text: str, spaces: list[int], own: list[int]) -> None:
+    owner = owners.owner_of(text, spaces, own)
+    assert owner.kind in (*owners.FENCES, "unit", "user", "host", "unknown")
+    assert owner.evidence
+    assert (owner.kind == "unknown") is (not spaces)
+    if spaces and own and spaces[0] != own[0]:
+        assert owner.fenced
+
+
+@given(texts)
+def test_no_fence_without_a_mark(text: str) -> None:
+    owner = owners.owner_from_cgroup(text)
+    if not MARK.search(text):
+        assert owner is None or not owner.fenced
+    if owner is not None and owner.fenced:
+        assert owner.id in text
+
+
+def test_what_cannot_be_read_is_unknown() -> None:
+    for cgroup, spaces in ((None, [1]), (V2.format("/"), []), (V2.format("/lxc/129/ns"), [])):
+        owner = owners.owner_of(cgroup, spaces, [1])
+        assert (owner.kind, owner.id, owner.fenced) == ("unknown", "", False)
+
+
+def test_another_pid_namespace_is_a_fence_where_the_cgroup_says_nothing() -> None:
+    for path in ("/", "/system.slice/run-u1.scope", "/lxc.monitor/129"):
+        owner = owners.owner_of(V2.format(path), [7, 1], [1])
+        assert (owner.kind, owner.id, owner.fenced) == ("pidns", "7", True)
+        assert "PID namespace 7" in owner.evidence
+
+
+def test_the_namespaces_of_this_process() -> None:
+    own = Path("/proc/self/ns/pid").stat().st_ino
+    assert owners.pid_namespaces(os.getpid())[0] == own
+    assert owners.pid_namespaces(2**22 + 1) == []
+
+
+@pytest.fixture
+def nested(request: pytest.FixtureRequest) -> int:
+    """The PID of a process two PID namespaces below ours."""
+    inner = "import time; print('ready', flush=True); time.sleep(60)"
+    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
+    outer = subprocess.Popen(
+        [*unshare, *unshare, sys.executable, "-ISc", inner], stdout=subprocess.PIPE, text=True
+    )
+
+    def end() -> None:
+        os.kill(outer.pid, signal.SIGKILL)
+        outer.communicate()
+
+    request.addfinalizer(end)
+    assert outer.stdout is not None
+    assert outer.stdout.readline() == "ready\n"
+    pid = outer.pid
+    for _ in range(2):
+        pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii"))
+    return pid
+
+
+def test_the_namespaces_of_a_nested_process(nested: int) -> None:
+    own = owners.pid_namespaces(os.getpid())
+    chain = owners.pid_namespaces(nested)
+    assert len(set(chain)) == len(chain) == len(own) + 2
+    assert chain[2:] == own
+    cgroup = Path(f"/proc/{nested}/cgroup").read_text(encoding="utf-8")
+    assert owners.owner_of(cgroup, chain, own).fenced
+
+
+@pytest.mark.parametrize("hierarchy", ["", "unified", "systemd", "pids"])
+@pytest.mark.parametrize("group", ["ns", "ns/init.scope", "ns/system.slice/docker-1.scope"])
+def test_the_namespace_of_a_container(
+    nested: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hierarchy: str, group: str
+) -> None:
+    folder = tmp_path / hierarchy / "lxc" / "129" / group
+    folder.mkdir(parents=True)
+    # One that has left, one in our own namespace, and then one of the container.
+    (folder / "cgroup.procs").write_text(f"{2**22 + 1}\n{os.getpid()}\n{nested}\n")
+    found = owners.container_cgroup(129, str(tmp_path))
+    assert Path(found) == tmp_path / hierarchy / "lxc" / "129" / "ns"
+    assert owners.container_cgroup(12, str(tmp_path)) == ""
+    monkeypatch.setattr(owners, "container_cgroup", lambda vmid: found if vmid == 129 else "")
+    # The outermost one below ours: what is nested in the container is deeper.
+    assert owners.container_namespace(129) == owners.pid_namespaces(nested)[1]
+    assert owners.container_namespace(12) is None
+
+
+@pytest.mark.parametrize("members", [None, "", f"{2**22 + 1}\n"])
+def test_a_container_without_processes_has_no_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: str | None
+) -> None:
+    if members is not None:
+        (tmp_path / "cgroup.procs").write_text(members)
+    monkeypatch.setattr(owners, "container_cgroup", lambda vmid: str(tmp_path))
+    assert owners.container_namespace(129) is None
