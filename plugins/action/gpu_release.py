@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, node  # noqa: F401
+from ansible_collections.gpuops.gpu.plugins.module_utils import arguments
 from ansible_collections.gpuops.gpu.plugins.plugin_utils.batch import BatchAction
 
 
@@ -48,7 +48,7 @@ class ActionModule(BatchAction):
     def merge(self, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         """The last state, with everything that was done on the way to it, and a diff."""
         merged = dict(rounds[-1])
-        merged["before"] = rounds[0]["before"]
+        merged["before"] = rounds[0].get("before", rounds[0]["gpus"])
         merged["actions"] = [action for each in rounds for action in each["actions"]]
         merged["changed"] = any(each["changed"] for each in rounds)
         merged["rungs"] = [
@@ -60,6 +60,7 @@ class ActionModule(BatchAction):
             }
             for each in rounds
         ]
+        merged["record"] = [_sentence(action) for action in merged["actions"]]
         gone = {action["node_pid"] for action in merged["actions"]}
         held = [_line(holder) for holder in rounds[0]["holders"]]
         left = [_line(holder) for holder in rounds[-1]["holders"] if holder["node_pid"] not in gone]
@@ -75,3 +76,12 @@ class ActionModule(BatchAction):
 def _line(holder: dict[str, Any]) -> str:
     gpus = ",".join(str(minor) for minor in holder["gpus"])
     return f"{holder['node_pid']} {holder['name']} ({holder['owner']}) on GPU {gpus or '-'}\n"
+
+
+def _sentence(action: dict[str, Any]) -> str:
+    node = "" if action["pid"] == action["node_pid"] else f", {action['node_pid']} on the node"
+    gpus = ",".join(str(minor) for minor in action["gpus"]) or "-"
+    return (
+        f"{action['rung']}: {action['signal']} {action['result']}: "
+        f"{action['name']} (pid {action['pid']}{node}) on /dev/nvidia{gpus}"
+    )

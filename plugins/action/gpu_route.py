@@ -1,19 +1,22 @@
 # Copyright (c) the gpuops authors
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Where to act for every host of the play, decided once, on the controller."""
+"""Where to act for a host: decided on the controller, before anybody is reached."""
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.action import ActionBase
 
+from ansible_collections.gpuops.gpu.plugins.module_utils import arguments
 from ansible_collections.gpuops.gpu.plugins.plugin_utils import routes
 
 
 class ActionModule(ActionBase):
-    """Read the routing variables of all hosts of the play and group them by acting host."""
+    """Check what is set for the host, and group it with those of the same acting host."""
 
     _supports_check_mode = True
     _requires_connection = False
@@ -23,19 +26,31 @@ class ActionModule(ActionBase):
         result: dict[str, Any] = super().run(tmp, task_vars)
         task_vars = task_vars or {}
         self.validate_argument_spec(argument_spec={})
-        hostvars = task_vars["hostvars"]
-        # The role's documented defaults hold for every host whose inventory says nothing.
-        defaults = self._task._role.get_default_vars() if self._task._role else {}
-
-        def variables(name: str) -> dict[str, Any]:
-            own = hostvars[name]
-            return {key: own[key] if key in own else defaults.get(key) for key in routes.VARIABLES}
-
-        result.update(
-            routes.plan(
-                {name: variables(name) for name in task_vars["ansible_play_batch"]},
-                known=set(task_vars["groups"]["all"]),
-                carriers=set(task_vars["groups"].get("proxmox_hosts", [])),
-            )
-        )
+        name = str(task_vars["inventory_hostname"])
+        groups = task_vars["groups"]
+        carriers = set(groups.get("proxmox_hosts", []))
+        names = ("proxmox_vmid", "proxmox_node", *(k for k in task_vars if k.startswith("gpuops_")))
+        # Templates one by one: only these, out of all that the inventory says.
+        own = {key: self._templar.template(task_vars[key]) for key in names if key in task_vars}
+        try:
+            found = routes.route(name, own, set(groups["all"]), carriers)
+            rungs = routes.rungs(own)
+            for rung in rungs:
+                checked = ArgumentSpecValidator(arguments.RUNG["options"]).validate(dict(rung))
+                if checked.error_messages:
+                    words = "; ".join(checked.error_messages)
+                    raise routes.RouteError(f"rung '{rung['name']}' of gpuops_ladder: {words}")
+            result.update(found, rungs=rungs)
+        except routes.RouteError as error:
+            return dict(result, failed=True, msg=f"{name}: {error}")
+        if found["route"] == "carrier":
+            if carriers.issuperset(task_vars["ansible_play_hosts_all"]):
+                reason = "it carries containers and is not reset itself"
+                remedy = "name its containers instead, for example -l ct129"
+                return dict(result, failed=True, msg=f"{name}: {reason}; {remedy}")
+            return result
+        # A group for each acting host, as ansible.builtin.group_by makes them: the first of its
+        # hosts that is still in the play leads.
+        group = "gpuops_on_" + sha256(found["acting"].encode()).hexdigest()[:12]
+        result.update(group=group, add_group=group, parent_groups=["all"])
         return result

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, node  # noqa: F401
+from ansible_collections.gpuops.gpu.plugins.module_utils import arguments
 from ansible_collections.gpuops.gpu.plugins.plugin_utils.batch import BatchAction
 
 
@@ -18,10 +19,10 @@ class ActionModule(BatchAction):
     SPEC = arguments.STATE
 
     def take(self, batch: Any, name: str) -> dict[str, Any]:
-        """Also who of the batch is held, so that these can choose who leads the release."""
+        """Also what the batch as a whole showed, so that its hosts can agree on what follows."""
         taken = super().take(batch, name)
-        hosts = batch.get("hosts", {}) if isinstance(batch, dict) else {}
-        taken["siblings_held"] = [
-            other for other, result in hosts.items() if result["verdict"] == "held"
-        ]
+        verdicts = {host: each["verdict"] for host, each in batch.get("hosts", {}).items()}
+        taken["siblings_held"] = [host for host, word in verdicts.items() if word == "held"]
+        taken["siblings_clean"] = all(word == "clean" for word in verdicts.values())
+        taken["taken"] = time.time()
         return taken

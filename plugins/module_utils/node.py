@@ -25,13 +25,11 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing takes a quarter as long to import as Python takes to start
+    from collections.abc import Callable
     from typing import Any
 
 # The answer is the rest of the line after this word; whatever else reaches stdout is noise.
 SENTINEL = "gpuops-answer "
-
-# So many targets are worked on at once; each costs a `pct exec`, which is not cheap to start.
-TARGETS_AT_ONCE = 32
 
 # Seconds after SIGKILL from which a process that is still there counts as unkillable.
 UNKILLABLE_AFTER = 5.0
@@ -46,6 +44,7 @@ class Node:
     """What all targets of this host share: device numbers, one scan, the driver's list."""
 
     def __init__(self, smi_timeout: float) -> None:
+        self.began = time.monotonic()
         self.devices = holders.read_devices()
         self.own_namespaces = owners.pid_namespaces(os.getpid())
         self.own_owner = owners.owner_of(
@@ -183,24 +182,17 @@ def _in_container() -> bool:
 class Work:
     """One target's part of a run: its reader, its readings and what comes of them."""
 
-    def __init__(self, node: Node, target: verdict.Target) -> None:
+    def __init__(self, node: Node, target: verdict.Target, session: nvidia_smi.Session) -> None:
         self.node = node
         self.target = target
         target.inside = node.in_container and not target.vmid
-        prefix = ["pct", "exec", str(target.vmid), "--"] if target.vmid else []
-        self.session = nvidia_smi.Session(target.place, prefix, target.smi_timeout)
+        self.session = session
         self.readings: list[nvidia_smi.Reading] = []
         self.view = verdict.View()
         self.scan: holders.Scan | None = None
         self.actions: list[dict[str, Any]] = []
-        self.before: list[dict[str, Any]] = []
         self.timings: dict[str, float] = {}
         self.nodes = 0
-
-    def start(self) -> None:
-        """Ask what the first decision needs; the answers are made while the host is scanned."""
-        self.session.ask("nodes")
-        self.session.ask("gpus")
 
     def count_nodes(self) -> None:
         """How many GPUs the place should show: as many as it has device nodes."""
@@ -267,31 +259,14 @@ class Work:
         return max(0, gpu.used_mib - known)
 
     def state(self) -> dict[str, Any]:
-        """Read, look, and read again if it seems clean: changes nothing."""
-        since = time.monotonic()
-        self.start()
-        scan = self.node.look(since)  # while nvidia-smi answers
+        """Look and read, twice where the first reading is zero: changes nothing."""
+        began = self.node.began
+        self.node.look(began)  # while nvidia-smi answers
         self.count_nodes()
         self.read()
-        self.look(scan.started)
-        self.before = self.gpus()
-        return self.finish()
-
-    def finish(self) -> dict[str, Any]:
-        """The result, with the second reading that a proof of clean needs."""
-        if (
-            self.all_zero()
-            and not self.view.mine
-            and (len(self.readings) < 2 or not self._was_zero(-2))
-        ):
-            self.session.ask("gpus")
-            self.read()
-        judged = verdict.judge(self.target, self.readings, self.view, self.nodes)
-        return self.result(judged)
-
-    def _was_zero(self, which: int) -> bool:
-        gpus = [gpu for gpu in self.readings[which].gpus if self.target.wants(gpu)]
-        return bool(gpus) and all(self.target.is_zero(gpu) for gpu in gpus)
+        self.look(began)
+        self.read()
+        return self.result(verdict.judge(self.target, self.readings, self.view, self.nodes))
 
     def gpus(self) -> list[dict[str, Any]]:
         """The GPUs of the last reading with verdict and unattributed memory."""
@@ -312,7 +287,6 @@ class Work:
             "remedy": judged.remedy,
             "place": self.target.place,
             "inside": self.target.inside,
-            "before": self.before,
             "gpus": self.gpus(),
             "holders": [holder.as_dict() for holder in self.view.mine],
             "spared": [dict(holder.as_dict(), why=why) for holder, why in self.view.spared],
@@ -353,7 +327,8 @@ class Work:
         if not chosen:
             return result
         self.wait(self.signal_all(chosen, rung), rung)
-        return self.result(verdict.judge(self.target, self.readings, self.view, self.nodes))
+        judged = verdict.judge(self.target, self.readings, self.view, self.nodes)
+        return dict(self.result(judged), before=result["gpus"])
 
     def choose(self, select: str) -> list[holders.Holder]:
         """The holders that a rung is about, out of those in scope and not protected."""
@@ -422,10 +397,6 @@ class Work:
             if holder.pid in pids:
                 self.view.stuck[holder.pid] = signals.why_stuck(holder.pid)
 
-    def close(self) -> None:
-        """Let the reader go."""
-        self.session.close()
-
 
 class Pause:
     """How long to wait between readings and between looks: short at first, then longer."""
@@ -449,7 +420,7 @@ class Pause:
 
 
 # What a rung is about: holder and the minor numbers of the GPUs that are not zero.
-SELECTIONS = {
+SELECTIONS: dict[str, Callable[[holders.Holder, set[int | None]], bool]] = {
     "workloads": lambda holder, dirty: holder.is_workload and not holder.escaped,
     "dirty_gpus": lambda holder, dirty: bool(holder.gpus & dirty) and not holder.escaped,
     "devices": lambda holder, dirty: not holder.escaped,
@@ -462,42 +433,47 @@ def action(holder: holders.Holder, rung: dict[str, Any], outcome: str) -> dict[s
     return dict(holder.as_dict(), rung=rung["name"], signal=rung["signal"], result=outcome)
 
 
-def run(request: dict[str, Any]) -> dict[str, Any]:
+def run(
+    request: dict[str, Any], sessions: dict[str, nvidia_smi.Session] | None = None
+) -> dict[str, Any]:
     """Serve one request: ``verb`` (state or release), ``targets``, and for release ``rung``.
+
+    :param sessions: readers that were started already, by target.
 
     Returns ``{"results": {name: result}, "seconds": …}``; a target whose work failed in an
     unforeseen way is ``unknown`` with the error as its reason.
     """
-    began = time.monotonic()
-    targets = [verdict.Target(spec) for spec in request["targets"]]
+    specs = request["targets"]
     if os.geteuid() != 0:
-        return {"results": {target.name: _not_root(target) for target in targets}, "seconds": 0.0}
-    node = Node(max([target.smi_timeout for target in targets], default=10.0))
+        return {"results": {spec["name"]: _not_root(spec["name"]) for spec in specs}, "seconds": 0}
+    opened = nvidia_smi.open_sessions(specs) if sessions is None else sessions
+    node = Node(max([verdict.Target(spec).smi_timeout for spec in specs], default=10.0))
     results: dict[str, dict[str, Any]] = {}
-    queue = list(reversed(targets))
+    queue = list(reversed(specs))
 
     def worker() -> None:
         while True:
             try:
-                target = queue.pop()
+                spec = queue.pop()
             except IndexError:
                 return
-            results[target.name] = _serve(node, target, request)
+            session = opened.get(spec["name"]) or nvidia_smi.open_session(spec)
+            results[spec["name"]] = _serve(node, verdict.Target(spec), session, request)
 
-    threads = [
-        threading.Thread(target=worker, daemon=True)
-        for _ in range(min(TARGETS_AT_ONCE, len(targets)))
-    ]
+    workers = min(nvidia_smi.TARGETS_AT_ONCE, len(specs))
+    threads = [threading.Thread(target=worker, daemon=True) for _ in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     node.session.close()
-    return {"results": results, "seconds": time.monotonic() - began}
+    return {"results": results, "seconds": time.monotonic() - node.began}
 
 
-def _serve(node: Node, target: verdict.Target, request: dict[str, Any]) -> dict[str, Any]:
-    work = Work(node, target)
+def _serve(
+    node: Node, target: verdict.Target, session: nvidia_smi.Session, request: dict[str, Any]
+) -> dict[str, Any]:
+    work = Work(node, target, session)
     try:
         if request["verb"] == "state":
             return work.state()
@@ -507,12 +483,12 @@ def _serve(node: Node, target: verdict.Target, request: dict[str, Any]) -> dict[
         reason = "internal error: %s: %s" % (type(error).__name__, error)
         return work.result(verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug"))
     finally:
-        work.close()
+        session.close()
 
 
-def _not_root(target: verdict.Target) -> dict[str, Any]:
+def _not_root(name: str) -> dict[str, Any]:
     return {
-        "name": target.name,
+        "name": name,
         "verdict": verdict.UNKNOWN,
         "reason": "gpuops must be root on the acting host; it runs as user id %d" % os.geteuid(),
         "remedy": "set ansible_user: root or become: true",
@@ -525,8 +501,8 @@ def _not_root(target: verdict.Target) -> dict[str, Any]:
     }
 
 
-def main(request: dict[str, Any]) -> None:
+def main(request: dict[str, Any], sessions: dict[str, nvidia_smi.Session]) -> None:
     """Answer a request on standard output, and end without waiting for anything stuck."""
-    sys.stdout.write("\n" + SENTINEL + json.dumps(run(request)) + "\n")
+    sys.stdout.write("\n" + SENTINEL + json.dumps(run(request, sessions)) + "\n")
     sys.stdout.flush()
     os._exit(0)

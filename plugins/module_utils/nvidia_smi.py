@@ -15,7 +15,7 @@ import os
 import signal
 import time
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import deadline
+from ansible_collections.gpuops.gpu.plugins.module_utils import deadline, owners
 
 GPU_FIELDS = (
     "index",
@@ -59,6 +59,10 @@ SESSION_ENV = {
     "LC_ALL": "C",
     "HOME": "/",
 }
+
+
+# So many targets of one host are worked on at once.
+TARGETS_AT_ONCE = 32
 
 
 class Gpu:
@@ -269,11 +273,11 @@ class Session:
         os.close(ask_end)
         os.close(answer_end)
 
-    def ask(self, question: str) -> None:
+    def ask(self, *questions: str) -> None:
         """Ask without waiting, so that the answer is made while other work goes on."""
         if not self.lost:
             try:
-                os.write(self._write, question.encode() + b"\n")
+                os.write(self._write, "".join(word + "\n" for word in questions).encode())
             except OSError:
                 pass  # The shell is gone; answer() finds its last words and says so.
 
@@ -339,3 +343,31 @@ class Session:
                 os.waitpid(self.pid, os.WNOHANG)
             except OSError:
                 pass
+
+
+# What a look at a target asks at once, before anything else is known: how many GPUs there should
+# be, and the two readings that a proof of clean needs.
+FIRST_QUESTIONS = ("nodes", "gpus", "gpus")
+
+
+def open_session(target: dict[str, Any]) -> Session:
+    """Start the reader of one target and put the first questions to it.
+
+    A running container is entered with lxc-attach, which is what ``pct exec`` does in the end,
+    after loading half a second of Perl. For one that is not running pct is asked for the reason.
+    """
+    vmid = int(target.get("vmid") or 0)
+    if not vmid:
+        place, prefix = str(target["name"]), []
+    elif owners.container_cgroup(vmid):
+        place, prefix = "container %d" % vmid, ["lxc-attach", "-n", str(vmid), "--"]
+    else:
+        place, prefix = "container %d" % vmid, ["pct", "exec", str(vmid), "--"]
+    session = Session(place, prefix, float(target.get("smi_timeout") or 10))
+    session.ask(*FIRST_QUESTIONS)
+    return session
+
+
+def open_sessions(targets: list[dict[str, Any]]) -> dict[str, Session]:
+    """The readers of as many targets as are served at once, by name; the rest start later."""
+    return {str(target["name"]): open_session(target) for target in targets[:TARGETS_AT_ONCE]}

@@ -116,38 +116,33 @@ def pid_namespaces(pid: int) -> list[int]:
         os.close(handle)
 
 
-def container_namespace(vmid: int, cgroup_root: str = "/sys/fs/cgroup") -> int | None:
-    """The PID namespace of LXC container ``vmid``, read off a process of its cgroup.
+def container_cgroup(vmid: int, root: str = "/sys/fs/cgroup") -> str:
+    """The folder of a running container's own processes, or ``""`` if it does not run here.
 
-    LXC puts the container's own processes below ``lxc/VMID/ns``; processes that
-    ``lxc-attach`` brought in are in ``.lxc`` below it and are in the same namespace.
+    LXC puts them below ``lxc/VMID/ns`` in every hierarchy, v1 or v2 alike.
     """
     for base in ("", "unified", "systemd", "pids"):
-        procs = os.path.join(cgroup_root, base, "lxc", str(vmid), "ns", "cgroup.procs")
-        top = os.path.join(cgroup_root, base, "lxc", str(vmid), "ns")
-        for folder in [top, *_subfolders(top)]:
-            procs = os.path.join(folder, "cgroup.procs")
-            try:
-                with open(procs, encoding="ascii") as members:
-                    pids = members.read().split()
-            except OSError:
-                continue
-            for pid in pids:
-                namespaces = pid_namespaces(int(pid))
-                own = pid_namespaces(os.getpid())
-                inner = [space for space in namespaces if space not in own]
-                if inner:
-                    # The outermost namespace below ours: nested containers are deeper.
-                    return inner[-1]
+        folder = os.path.join(root, base, "lxc", str(vmid), "ns")
+        if os.path.isdir(folder):
+            return folder
+    return ""
+
+
+def container_namespace(vmid: int) -> int | None:
+    """The PID namespace of a running container, read off the processes of its cgroup."""
+    own = pid_namespaces(os.getpid())
+    for folder, _, _ in os.walk(container_cgroup(vmid)):
+        try:
+            with open(os.path.join(folder, "cgroup.procs"), encoding="ascii") as members:
+                pids = members.read().split()
+        except OSError:
+            continue
+        for pid in pids:
+            inner = [space for space in pid_namespaces(int(pid)) if space not in own]
+            if inner:
+                # The outermost below our own: containers nested in it are deeper.
+                return inner[-1]
     return None
-
-
-def _subfolders(top: str) -> list[str]:
-    try:
-        with os.scandir(top) as entries:
-            return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
 
 
 def owner_of(cgroup: str | None, namespaces: list[int], own_namespaces: list[int]) -> Owner:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: gpu_route
-short_description: Decide where to act for every host of the play
+short_description: Decide where to act for a host, and check everything that is set for it
 version_added: 0.1.0
 description:
-  - Reads the routing variables of all hosts of the play, checks them, and groups the hosts by the
-    host that has to be acted on - a node for itself, a Proxmox host for its containers.
-  - Runs on the controller and reaches nobody. Use it with C(run_once), in the role
-    P(gpuops.gpu.gpu_route#role), whose defaults document the variables.
+  - Reads the public variables of this collection for the host (the roles' defaults document them),
+    checks them, and says where to act - on the node itself, or on the Proxmox host of a container.
+  - Fails with one sentence that says what to write instead, before anybody is reached or signalled.
+  - Puts hosts with the same acting host into a group, as M(ansible.builtin.group_by) does, so that
+    one of them can act for all.
+  - Runs on the controller and reaches nobody.
 options: {}
 attributes:
   check_mode:
@@ -28,18 +30,30 @@ author:
 """
 
 EXAMPLES = r"""
-- name: Decide where to act for every host of the play
+- name: Decide where to act, and check everything that is set
   gpuops.gpu.gpu_route:
-  run_once: true
-  register: gpu_route_plan
+  register: gpu_route_mine
 """
 
 RETURN = r"""
-hosts:
-  description:
-    - For each host of the play either error (one sentence), or route (V(node), V(container) or
-      V(carrier)), acting (the host to act on), siblings (the hosts with the same one) and target (an
-      element of the argument targets of M(gpuops.gpu.gpu_state)).
-  returned: always
+route:
+  description: V(node), V(container), or V(carrier) for a Proxmox host, which is left out itself.
+  returned: success
+  type: str
+acting:
+  description: The inventory name of the host to act on.
+  returned: success
+  type: str
+target:
+  description: An element of the argument targets of M(gpuops.gpu.gpu_state).
+  returned: success
   type: dict
+rungs:
+  description: The rungs of the ladder that are to be climbed, in order.
+  returned: success
+  type: list
+group:
+  description: The group of the hosts with the same acting host.
+  returned: success, when the host takes part
+  type: str
 """

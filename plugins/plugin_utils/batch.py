@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ansible.plugins.action import ActionBase
 
+# Where the knowledge lies. Read as text and not imported: Ansible compiles what it imports from a
+# collection anew in every worker, and only the node needs it.
+FOLDER = Path(__file__).parent.parent / "module_utils"
 PACKAGE = "ansible_collections.gpuops.gpu.plugins.module_utils"
 # In the order in which they import each other.
-KNOWLEDGE = ("deadline", "nvidia_smi", "owners", "holders", "signals", "verdict", "node")
+READERS = ("deadline", "owners", "nvidia_smi")
+REST = ("holders", "signals", "verdict", "node")
 SENTINEL = "gpuops-answer "
 
 # -I and -S: no environment, no site-packages: faster, and nothing there can get in the way.
@@ -30,22 +33,33 @@ PYTHON_FLAGS = "-IS"
 
 def program(request: dict[str, Any]) -> str:
     """The whole program for standard input: the knowledge as modules, then the request."""
-    folder = Path(sys.modules[f"{PACKAGE}.node"].__file__ or "").parent
-    sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in KNOWLEDGE}
-    return PROGRAM.format(package=PACKAGE, sources=sources, request=json.dumps(request))
+
+    def sources(names: tuple[str, ...]) -> dict[str, str]:
+        return {name: (FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names}
+
+    return PROGRAM.format(
+        package=PACKAGE, request=json.dumps(request), readers=sources(READERS), rest=sources(REST)
+    )
 
 
+# The readers are started as soon as the code for that is there: nvidia-smi then answers while the
+# rest is still being compiled.
 PROGRAM = """\
-import json, sys
+import json, os, sys
 package = {package!r}
 parent = type(sys)(package)
 sys.modules[package] = parent
-for name, source in {sources!r}.items():
-    module = type(sys)(package + "." + name)
-    sys.modules[module.__name__] = module
-    setattr(parent, name, module)
-    exec(compile(source, name + ".py", "exec", dont_inherit=True), module.__dict__)
-parent.node.main(json.loads({request!r}))
+def load(sources):
+    for name, source in sources.items():
+        module = type(sys)(package + "." + name)
+        sys.modules[module.__name__] = module
+        setattr(parent, name, module)
+        exec(compile(source, name + ".py", "exec", dont_inherit=True), module.__dict__)
+request = json.loads({request!r})
+load({readers!r})
+sessions = parent.nvidia_smi.open_sessions(request["targets"]) if os.geteuid() == 0 else {{}}
+load({rest!r})
+parent.node.main(request, sessions)
 """
 
 

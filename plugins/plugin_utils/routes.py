@@ -1,78 +1,37 @@
 # Copyright (c) the gpuops authors
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Routes: from the variables of the inventory to who acts for whom. Pure functions."""
+"""From the variables of one host to where to act for it. Pure functions.
+
+Everything that an operator can set is checked here, before anything is reached or signalled.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# The host variables that a route and its target are made of; documented in the role gpu_route.
-VARIABLES = (
-    "proxmox_vmid",
-    "proxmox_node",
-    "gpuops_proxmox_host",
-    "gpuops_expected_gpus",
-    "gpuops_gpus",
-    "gpuops_baseline_mib",
-    "gpuops_protect",
-    "gpuops_protect_more",
-    "gpuops_smi_timeout",
-)
-
 # What Proxmox accepts as the number of a guest.
 VMIDS = range(100, 1_000_000_000)
 
 
 class RouteError(Exception):
-    """The inventory of one host is unsound; the text says what to write instead."""
+    """Something that was set cannot be; the text says what to write instead."""
 
 
-def plan(
-    hosts: Mapping[str, Mapping[str, Any]], known: set[str], carriers: set[str]
+def route(
+    name: str, variables: Mapping[str, Any], known: set[str], carriers: set[str]
 ) -> dict[str, Any]:
-    """Who acts for whom.
+    """Where to act for a host, and what the modules need to know of it.
 
-    :param hosts: for each host of the play its routing variables (:data:`VARIABLES`).
+    :param variables: of this host, with the defaults of the play's roles.
     :param known: every host of the inventory.
-    :param carriers: hosts that are known to carry containers.
+    :param carriers: hosts that carry containers and are not reset themselves.
 
-    Returns ``hosts``: for each host ``route`` (``node``, ``container`` or ``carrier``),
-    ``acting`` (the host to act on), ``siblings`` (all hosts with that acting host, itself
-    included, in order) and ``target`` (the argument of the modules), or only ``error``.
-    """
-    routed: dict[str, dict[str, Any]] = {}
-    for name, variables in hosts.items():
-        try:
-            routed[name] = route(name, variables, known)
-        except RouteError as error:
-            routed[name] = {"error": f"{name}: {error}"}
-    carriers = carriers | {
-        each["acting"] for each in routed.values() if each.get("route") == "container"
-    }
-    for name, each in routed.items():
-        if name in carriers and each.get("route") == "node":
-            each["route"] = "carrier"
-    if routed and all(each.get("route") == "carrier" for each in routed.values()):
-        for name, each in routed.items():
-            each["error"] = (
-                f"{name} carries containers and is not reset itself: name the containers "
-                f"(for example -l ct129)"
-            )
-    groups: dict[str, list[str]] = {}
-    for name, each in routed.items():
-        if each.get("route") in ("node", "container") and "error" not in each:
-            groups.setdefault(each["acting"], []).append(name)
-    for each in routed.values():
-        each["siblings"] = groups.get(each.get("acting", ""), [])
-    return {"hosts": routed}
+    Returns ``route`` (``node``, ``container`` or ``carrier``), ``acting`` (the host to act on)
+    and ``target`` (an element of the argument ``targets`` of the modules).
 
-
-def route(name: str, variables: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    """The route of one host.
-
-    :raises RouteError: its variables contradict each other or name what is not there.
+    :raises RouteError: the variables contradict each other or name what is not there.
     """
     vmid = whole(variables, "proxmox_vmid", 0)
     target = {
@@ -84,8 +43,11 @@ def route(name: str, variables: Mapping[str, Any], known: set[str]) -> dict[str,
         "protect": words(variables, "gpuops_protect") + words(variables, "gpuops_protect_more"),
         "smi_timeout": seconds(variables, "gpuops_smi_timeout", 10.0),
     }
+    check_verify(variables)
+    rungs(variables)
     if not vmid:
-        return {"route": "node", "acting": name, "target": target}
+        kind = "carrier" if name in carriers else "node"
+        return {"route": kind, "acting": name, "target": target}
     if vmid not in VMIDS:
         raise RouteError(f"proxmox_vmid is {vmid}; write the container's number, 100 or more")
     carrier = variables.get("gpuops_proxmox_host") or variables.get("proxmox_node")
@@ -99,6 +61,40 @@ def route(name: str, variables: Mapping[str, Any], known: set[str]) -> dict[str,
             f"gpuops_proxmox_host is '{carrier}', which is not in the inventory; add it there"
         )
     return {"route": "container", "acting": str(carrier), "target": target}
+
+
+def rungs(variables: Mapping[str, Any]) -> list[Any]:
+    """The rungs to climb, in the order of the ladder: the profile's, or those named one by one.
+
+    Empty where the play does not climb at all (there is no ladder among the variables).
+
+    :raises RouteError: a profile or a rung that does not exist.
+    """
+    ladder = variables.get("gpuops_ladder")
+    if ladder is None:
+        return []
+    profiles = variables.get("gpuops_profiles") or {}
+    profile = variables.get("gpuops_profile")
+    if profile not in profiles:
+        raise RouteError(f"gpuops_profile is '{profile}'; write one of {', '.join(profiles)}")
+    known = [str(rung["name"]) for rung in ladder]
+    wanted = words(variables, "gpuops_rungs") or list(profiles[profile])
+    for name in wanted:
+        if name not in known:
+            raise RouteError(f"there is no rung '{name}'; write some of {', '.join(known)}")
+    return [rung for rung in ladder if rung["name"] in wanted]
+
+
+def check_verify(variables: Mapping[str, Any]) -> None:
+    """What the verification needs; with no retry Ansible would never look at its condition.
+
+    :raises RouteError: one of them cannot be.
+    """
+    if whole(variables, "gpuops_verify_retries", 1) < 1:
+        raise RouteError("gpuops_verify_retries is 0; write 1 or more")
+    for key in ("gpuops_verify_delay", "gpuops_verify_fresh"):
+        if variables.get(key) not in (0, "0", 0.0):
+            seconds(variables, key, 1.0)
 
 
 def whole(variables: Mapping[str, Any], key: str, default: int) -> int:
@@ -126,7 +122,7 @@ def seconds(variables: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def words(variables: Mapping[str, Any], key: str) -> list[str]:
-    """A variable that is a list of words; a single word or number stands for a list of one."""
+    """A variable that is a list of words; one word or number, or words with commas, will do."""
     value = variables.get(key)
     if value is None:
         return []
