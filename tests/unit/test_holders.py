@@ -1,0 +1,517 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Who holds a device, found on real processes that hold real device nodes.
+
+A node of major 195 can be made without any driver and opened with O_PATH, which is all that the
+scan looks at. For mappings stands /dev/zero's device: mapped privately it keeps its node's name.
+"""
+
+import contextlib
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders
+
+Python = Callable[..., subprocess.Popen[str]]
+
+DEVICES = holders.Device({238: "nvidia-uvm", 234: "nvidia-caps"})
+
+# What the children's programs begin with.
+BEGIN = """
+import ctypes, mmap, os, signal, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+def hold(path):
+    return os.open(path, os.O_PATH)
+def ready():
+    print("ready", flush=True)
+def end_this_thread():
+    libc.syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # exit, not exit_group
+"""
+WAIT = "ready(); time.sleep(60)"
+
+
+class Nodes:
+    """Device nodes in a folder of the test's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def make(self, name: str, major: int, minor: int) -> str:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(major, minor))
+        return str(path)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Nodes:
+    return Nodes(tmp_path)
+
+
+def found(pid: int, deep: bool = False, devices: holders.Device = DEVICES) -> dict[str, set[str]]:
+    """The evidence against one process, seen in a scan of all of them."""
+    scan = holders.scan(devices, deep=deep)
+    assert scan.unreadable == 0
+    assert scan.processes > 1
+    return scan.holders[pid].evidence if pid in scan.holders else {}
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "name"),
+    [
+        (195, 0, "gpu0"),
+        (195, 3, "gpu3"),
+        (195, 253, "gpu253"),
+        (195, 254, "modeset"),
+        (195, 255, "ctl"),
+        (238, 0, "nvidia-uvm"),
+        (238, 1, "nvidia-uvm"),
+        (234, 7, "nvidia-caps"),
+        (1, 3, ""),
+        (10, 195, ""),
+    ],
+)
+def test_what_a_device_number_means(major: int, minor: int, name: str) -> None:
+    assert DEVICES.name(os.makedev(major, minor)) == name
+
+
+def test_the_drivers_other_numbers_are_read_from_the_kernel(tmp_path: Path) -> None:
+    table = tmp_path / "devices"
+    table.write_text(
+        "Character devices:\n  1 mem\n195 nvidia\n195 nvidia-modeset\n195 nvidiactl\n"
+        "234 nvidia-caps\n238 nvidia-uvm\n511 nvidia-caps-imex-channels\n\n"
+        "Block devices:\n259 blkext\n",
+        encoding="ascii",
+    )
+    devices = holders.read_devices(str(table))
+    names = {
+        (major, minor): devices.name(os.makedev(major, minor))
+        for major, minor in ((195, 1), (195, 255), (234, 1), (238, 0), (511, 0), (1, 0), (259, 0))
+    }
+    assert names == {
+        (195, 1): "gpu1",
+        (195, 255): "ctl",
+        (234, 1): "nvidia-caps",
+        (238, 0): "nvidia-uvm",
+        (511, 0): "nvidia-caps-imex-channels",
+        (1, 0): "",
+        (259, 0): "",
+    }
+    assert holders.read_devices(str(tmp_path / "none")).name(os.makedev(195, 2)) == "gpu2"
+
+
+def test_descriptors_are_found_by_number_whatever_the_name(python: Python, nodes: Nodes) -> None:
+    paths = [
+        nodes.make("nvidia7", 195, 3),
+        nodes.make("not-a-nvidia-gpu", 195, 4),
+        nodes.make("nvidiactl", 195, 5),
+        nodes.make("nvidia0", 195, 255),
+        nodes.make("dev/nvidia-uvm", 238, 0),
+    ]
+    child = python(BEGIN + "list(map(hold, sys.argv[1:])); " + WAIT, *paths)
+    evidence = found(child.pid)
+    assert evidence == {
+        device: {"descriptor"} for device in ("gpu3", "gpu4", "gpu5", "ctl", "nvidia-uvm")
+    }
+    assert holders.scan(DEVICES, pids=[child.pid]).holders[child.pid].gpus == {3, 4, 5}
+
+
+def test_a_node_that_was_removed_is_still_held(python: Python, nodes: Nodes) -> None:
+    path = nodes.make("nvidia2", 195, 2)
+    child = python(BEGIN + "hold(sys.argv[1]); os.unlink(sys.argv[1]); " + WAIT, path)
+    assert found(child.pid) == {"gpu2": {"descriptor"}}
+
+
+def test_what_only_has_the_name_is_not_held(python: Python, nodes: Nodes) -> None:
+    folder = nodes.folder
+    (folder / "nvidia0").write_text("a file")
+    (folder / "dev" / "nvidia1").mkdir(parents=True)
+    (folder / "nvidia2").symlink_to("/dev/null")
+    os.mkfifo(folder / "nvidia3")
+    os.mknod(folder / "nvidia4", stat.S_IFBLK | 0o600, os.makedev(195, 4))
+    other = nodes.make("nvidia5", 10, 229)
+    names = ["nvidia0", "dev/nvidia1", "nvidia2", "nvidia3", "nvidia4"]
+    paths = [*(str(folder / name) for name in names), other, "/dev/null"]
+    gpu = nodes.make("nvidia6", 195, 6)
+    child = python(BEGIN + "list(map(hold, sys.argv[1:])); " + WAIT, *paths)
+    holding = python(BEGIN + "list(map(hold, sys.argv[1:])); " + WAIT, *paths, gpu)
+    for deep in (False, True):
+        assert found(child.pid, deep) == {}
+        assert set(found(holding.pid, deep)) == {"gpu6"}
+
+
+DEAD_MAIN = (
+    BEGIN
+    + """
+hold(sys.argv[1])
+threading.Thread(target=time.sleep, args=(60,)).start()
+ready()
+end_this_thread()
+"""
+)
+
+
+def until(true: Callable[[], bool], seconds: float = 2.0) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
+    return true()
+
+
+def main_thread_is_dead(pid: int) -> bool:
+    return (holders.stat_fields(pid) or [""])[0] == "Z"
+
+
+def test_a_process_whose_main_thread_has_exited_still_holds(python: Python, nodes: Nodes) -> None:
+    child = python(DEAD_MAIN, nodes.make("nvidia1", 195, 1))
+    assert until(lambda: main_thread_is_dead(child.pid))
+    assert list(Path(f"/proc/{child.pid}/fd").iterdir()) == []
+    assert found(child.pid) == {"gpu1": {"task descriptor"}}
+    assert found(child.pid, deep=True) == {"gpu1": {"task descriptor"}}
+    holder = holders.scan(DEVICES, pids=[child.pid]).holders[child.pid]
+    assert holders.describe(holder)
+    assert (holder.state, holder.gpus) == ("Z", {1})
+
+
+def test_a_task_with_descriptors_of_its_own_is_found_by_the_deep_look(
+    python: Python, nodes: Nodes
+) -> None:
+    source = """
+def work():
+    assert libc.unshare(0x400) == 0  # CLONE_FILES
+    hold(sys.argv[1])
+    ready()
+    time.sleep(60)
+threading.Thread(target=work).start()
+"""
+    child = python(BEGIN + source, nodes.make("nvidia1", 195, 1))
+    assert found(child.pid) == {}
+    assert found(child.pid, deep=True) == {"gpu1": {"task descriptor"}}
+
+
+MAPPED = (
+    BEGIN
+    + """
+handle = os.open(sys.argv[1], os.O_RDWR)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+assert libc.mmap(None, 4096, 1, mmap.MAP_PRIVATE, handle, 0) != ctypes.c_void_p(-1).value
+os.close(handle)
+"""
+)
+
+
+def test_a_mapping_is_held_without_any_descriptor(python: Python, nodes: Nodes) -> None:
+    child = python(MAPPED + WAIT, nodes.make("dev/nvidia4", 1, 5))
+    assert found(child.pid) == {}
+    # By number where the number is known, whatever the name; else by name.
+    known = holders.Device({1: "nvidia-uvm"})
+    assert found(child.pid, deep=True, devices=known) == {"nvidia-uvm": {"mapping"}}
+    assert found(child.pid, deep=True) == {"gpu4": {"mapping"}}
+
+
+def test_a_mapping_of_a_node_that_was_removed(python: Python, nodes: Nodes) -> None:
+    path = nodes.make("dev/nvidia4", 1, 5)
+    child = python(MAPPED + "os.unlink(sys.argv[1]); " + WAIT, path)
+    assert found(child.pid, deep=True) == {"gpu4": {"mapping"}}
+
+
+def test_a_mapping_survives_the_death_of_the_main_thread(python: Python, nodes: Nodes) -> None:
+    source = "threading.Thread(target=time.sleep, args=(60,)).start(); ready(); end_this_thread()"
+    child = python(MAPPED + source, nodes.make("dev/nvidia4", 1, 5))
+    assert until(lambda: main_thread_is_dead(child.pid))
+    assert found(child.pid, deep=True) == {"gpu4": {"mapping"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("dev/nvidiactl", "ctl"),
+        ("dev/nvidia-modeset", "nvidia-modeset"),
+        ("dev/nvidia-uvm", "nvidia-uvm"),
+        ("dev/nvidia12", "gpu12"),
+        ("dev/zero5", ""),
+        ("dev/dri", ""),
+    ],
+)
+def test_mappings_whose_number_is_not_known_go_by_name(
+    python: Python, nodes: Nodes, name: str, device: str
+) -> None:
+    child = python(MAPPED + WAIT, nodes.make(name, 1, 5))
+    assert set(found(child.pid, deep=True)) == {device} - {""}
+
+
+def test_a_zombie_holds_nothing(python: Python, nodes: Nodes) -> None:
+    child = python(
+        BEGIN + "hold(sys.argv[1]); ready(); sys.stdin.read()", nodes.make("nvidia1", 195, 1)
+    )
+    assert found(child.pid) == {"gpu1": {"descriptor"}}
+    assert child.stdin is not None
+    child.stdin.close()
+    assert until(lambda: main_thread_is_dead(child.pid))
+    for deep in (False, True):
+        assert found(child.pid, deep) == {}
+    child.wait()
+    assert found(child.pid) == {}
+    child.stdin = None
+
+
+@pytest.fixture
+def storm(python: Python) -> Iterator[subprocess.Popen[str]]:
+    """A child that makes and ends processes as fast as it can, until its input ends."""
+    source = """
+import select
+ready()
+while not select.select([0], [], [], 0)[0]:
+    if os.fork() == 0:
+        os._exit(0)
+    os.waitpid(-1, os.WNOHANG)
+while True:
+    try:
+        os.waitpid(-1, 0)
+    except ChildProcessError:
+        break
+"""
+    child = python(BEGIN + source)
+    yield child
+    assert child.stdin is not None
+    child.stdin.close()
+    child.stdin = None
+    assert child.wait(10) == 0
+
+
+@pytest.mark.parametrize(("deep", "times"), [(False, 50), (True, 15)])
+def test_processes_may_vanish_during_the_look(
+    python: Python, nodes: Nodes, storm: subprocess.Popen[str], deep: bool, times: int
+) -> None:
+    child = python(BEGIN + "hold(sys.argv[1]); " + WAIT, nodes.make("nvidia1", 195, 1))
+    for _ in range(times):
+        assert "descriptor" in found(child.pid, deep)["gpu1"]
+    assert storm.poll() is None
+
+
+def test_several_workers_see_what_one_sees(
+    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [nodes.make(f"nvidia{minor}", 195, minor) for minor in range(5)]
+    children = [python(BEGIN + "hold(sys.argv[1]); " + WAIT, path) for path in paths]
+    monkeypatch.setattr(holders, "PROCESSES_PER_WORKER", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    scan = holders.scan(DEVICES)
+    assert [scan.holders[child.pid].gpus for child in children] == [{n} for n in range(5)]
+    few = holders.scan(DEVICES, pids=[child.pid for child in children[:3]])
+    assert sorted(few.holders) == sorted(child.pid for child in children[:3])
+    assert few.processes == 3
+
+
+def test_a_look_at_nobody(python: Python) -> None:
+    scan = holders.scan(DEVICES, pids=[])
+    assert (scan.holders, scan.unreadable, scan.processes) == ({}, 0, 0)
+    gone = holders.scan(DEVICES, pids=[2**22 + 1])
+    assert (gone.holders, gone.unreadable, gone.processes) == ({}, 0, 1)
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The PIDs of the workers that a scan has started and given up."""
+    pids: list[int] = []
+    start = holders._start_worker
+
+    def remember(names: list[str], devices: holders.Device, deep: bool) -> tuple[int, int]:
+        worker, pipe = start(names, devices, deep)
+        pids.append(worker)
+        return worker, pipe
+
+    monkeypatch.setattr(holders, "_start_worker", remember)
+    yield pids
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def test_a_look_that_gets_stuck_is_abandoned_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, workers: list[int]
+) -> None:
+    monkeypatch.setattr(holders, "_look_at", lambda *_: time.sleep(60))
+    began = time.monotonic()
+    scan = holders.scan(DEVICES, pids=[1], limit=0.2)
+    assert 0.15 < time.monotonic() - began < 1.5
+    assert (scan.unreadable, scan.holders) == (1, {})
+    # Killed, so that nothing is left when what it was stuck in lets go of it.
+    assert os.WTERMSIG(os.waitpid(workers[0], 0)[1]) == 9
+
+
+def test_a_look_that_fails_is_not_taken_for_a_look_that_found_nobody(
+    monkeypatch: pytest.MonkeyPatch, workers: list[int]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(holders, "_look_at", fail)
+    scan = holders.scan(DEVICES, pids=[1])
+    assert (scan.unreadable, scan.holders) == (1, {})
+    assert len(workers) == 1
+
+
+def test_processes_that_may_not_be_looked_at_are_counted(root: Path) -> None:
+    source = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+scan = holders.scan(holders.Device({}), pids=[1])
+print(scan.unreadable, scan.holders)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", source, str(root / "collections")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "1 {}\n"
+
+
+NAMES = [
+    "python",
+    "a b",
+    ") S 1 (",
+    "((",
+    "))",
+    "a\nb",
+    "\n",
+    " ",
+    "sglang::schedul",
+    "\\n",
+    "名字",
+    "1 2 3 4 5 6",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fields_are_read_whatever_the_process_calls_itself(
+    python: Python, start_of: Callable[[int], int], name: str
+) -> None:
+    child = python(
+        BEGIN + "ready(); sys.stdin.readline(); libc.prctl(15, sys.argv[1].encode()); " + WAIT, name
+    )
+    before = start_of(child.pid)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "ready\n"
+    fields = holders.stat_fields(child.pid)
+    assert fields is not None
+    assert fields[0] in ("S", "R")
+    assert int(fields[1]) == os.getpid()
+    assert int(fields[19]) == before
+    assert len(fields) >= 40
+    holder = holders.Holder(child.pid)
+    assert holders.describe(holder)
+    assert holder.name == name.strip()
+    assert (holder.ppid, holder.start, holder.uid) == (os.getpid(), before, 0)
+
+
+def test_fields_of_nobody() -> None:
+    assert holders.stat_fields(2**22 + 1) is None
+
+
+def test_who_a_process_is(python: Python, nodes: Nodes, start_of: Callable[[int], int]) -> None:
+    child = python(
+        BEGIN + "hold(sys.argv[1]); " + WAIT, nodes.make("nvidia1", 195, 1), "--model", "x y"
+    )
+    holder = holders.scan(DEVICES, pids=[child.pid]).holders[child.pid]
+    assert holders.describe(holder)
+    assert holder.start == start_of(child.pid)
+    assert holder.state in ("S", "R")
+    assert holder.command.startswith(f"{sys.executable} -ISc")
+    assert len(holder.command) <= 300
+    assert holder.ns_pid == holder.pid == child.pid
+    assert holder.cgroup == Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    assert holder.namespaces[0] == Path("/proc/self/ns/pid").stat().st_ino
+    data = holder.as_dict()
+    assert data["user"] == "root"
+    assert data["gpus"] == [1]
+    assert data["evidence"] == {"gpu1": ["descriptor"]}
+
+
+def test_a_process_of_another_namespace_has_two_numbers(request: pytest.FixtureRequest) -> None:
+    outer = subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-ISc", BEGIN + WAIT],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    request.addfinalizer(outer.communicate)
+    request.addfinalizer(outer.kill)
+    assert outer.stdout is not None
+    assert outer.stdout.readline() == "ready\n"
+    children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text(encoding="ascii")
+    holder = holders.Holder(int(children))
+    assert holders.describe(holder)
+    assert (holder.ns_pid, holder.ppid) == (1, outer.pid)
+    assert holder.as_dict()["pid"] == 1
+    assert holder.as_dict()["node_pid"] == int(children)
+
+
+def test_who_has_vanished_is_not_described(python: Python) -> None:
+    child = python(BEGIN + "ready()")
+    child.wait()
+    holder = holders.Holder(child.pid)
+    assert holders.describe(holder) is False
+    assert (holder.name, holder.start, holder.cgroup) == ("", 0, None)
+
+
+def test_a_family_ends_with_the_first_process(python: Python) -> None:
+    source = """
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+os.wait()
+"""
+    child = python(BEGIN + "ready()" + source)
+    assert child.stdout is not None
+    grandchild = int(child.stdout.readline())
+    try:
+        line = holders.family(grandchild)
+    finally:
+        os.kill(grandchild, 9)
+    assert line[:3] == [grandchild, child.pid, os.getpid()]
+    assert line[2:] == holders.family(os.getpid())
+    assert len(set(line)) == len(line)
+    last = holders.stat_fields(line[-1])
+    assert last is not None
+    assert last[1] == "0"
+
+
+def test_a_family_of_nobody_ends_at_once() -> None:
+    assert holders.family(2**22 + 1) == [2**22 + 1]
+    assert holders.family(0) == []
+
+
+@pytest.mark.parametrize(
+    ("evidence", "computes"),
+    [
+        ({"gpu0": {"descriptor"}, "ctl": {"descriptor"}}, False),
+        ({"gpu0": {"descriptor"}, "nvidia-uvm": {"descriptor"}}, True),
+        ({"ctl": {"descriptor"}, "nvidia-uvm": {"descriptor"}}, False),
+        ({"gpu0": {"driver list"}}, True),
+        ({"gpu0": {"mapping"}}, False),
+        ({}, False),
+    ],
+)
+def test_who_computes(evidence: dict[str, set[str]], computes: bool) -> None:
+    holder = holders.Holder(1)
+    holder.evidence = evidence
+    assert holder.is_workload is computes
+
+
+def test_names_of_users() -> None:
+    assert holders.user_name(0) == "root"
+    assert holders.user_name(100_000_000) == "100000000"
+    assert holders.user_name(None) == ""
