@@ -374,7 +374,10 @@ def describe(holder: Holder) -> bool:
     holder.namespaces = owners.pid_namespaces(holder.pid)
     if holder.state != "D":
         # The command line lies in the process's memory, whose lock a stuck process may hold.
-        words = _read(holder.pid, "cmdline").split("\0")
+        # A process whose main thread has exited shows it only at its other tasks.
+        tasks = _live_tasks(str(holder.pid))
+        texts = (_read(holder.pid, "task/%s/cmdline" % task) for task in tasks)
+        words = next((text for text in texts if text), "").split("\0")
         holder.command = " ".join(words).strip()[:300]
     return True
 

@@ -252,6 +252,8 @@ class Session:
         self.lost = ""
         self._ready = False
         self._buffer = b""
+        self._asked: list[float] = []
+        self._answered = 0.0
         ask_end, self._write = os.pipe()
         self._read, answer_end = os.pipe()
         argv = [*prefix, "sh", "-c", SESSION_SCRIPT]
@@ -275,6 +277,7 @@ class Session:
 
     def ask(self, *questions: str) -> None:
         """Ask without waiting, so that the answer is made while other work goes on."""
+        self._asked += [time.monotonic()] * len(questions)
         if not self.lost:
             try:
                 os.write(self._write, "".join(word + "\n" for word in questions).encode())
@@ -286,11 +289,13 @@ class Session:
 
         :raises SmiError: the place cannot be reached, or did not answer before the deadline.
         """
-        until = time.monotonic() + self.timeout
+        # An answer's time runs from its question, or from the answer before it.
+        until = max(self._asked.pop(0), self._answered) + self.timeout
         while not self.lost:
             text, mark, rest = self._buffer.partition(b"gpuops-rc ")
             if mark and b"\n" in rest:
                 code, _, self._buffer = rest.partition(b"\n")
+                self._answered = time.monotonic()
                 return self._after_ready(text.decode("utf-8", "replace")), int(code)
             if not deadline.readable(self._read, until - time.monotonic()):
                 self._abandon("nvidia-smi did not answer within %g s" % self.timeout)
@@ -330,7 +335,8 @@ class Session:
         self.lost = "%s: %s" % (self.place, why)
         if self.pid:
             try:
-                os.kill(self.pid, signal.SIGKILL)
+                # The shell's own session: with it goes a call that hangs but can still be killed.
+                os.killpg(self.pid, signal.SIGKILL)
             except OSError:
                 pass
 
