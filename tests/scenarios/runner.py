@@ -1,0 +1,622 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Play a scenario on the lab: arrange it, type the command, compare what came of it.
+
+Besides what a scenario says, each one is checked for what must always hold: the bystanders are
+the same living processes as before, nothing of ours still runs on any machine, nobody but those
+named was signalled, a machine that is called clean has no memory in use, and every refusal is one
+line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.lab import linux
+from tests.lab.lab import Lab, in_host, is_there
+from tests.lab.plan import LabError
+from tests.scenarios.scenario import Outcome, Scenario
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLBACKS = Path(__file__).parent / "callback"
+LONGEST_RUN = 120  # seconds
+LONGEST_REFUSAL = 600  # characters
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by number and start time: another one with the same number is another one."""
+
+    what: str
+    pid: int
+    start: int
+
+    @property
+    def alive(self) -> bool:
+        """Is it there and no zombie?"""
+        return is_there(self.pid, self.start) and linux.process_state(self.pid) != "Z"
+
+
+@dataclass
+class Run:
+    """What one typed command did, as recorded by the callback, by sshd and by the clock."""
+
+    code: int
+    output: str
+    seconds: float
+    events: list[dict[str, Any]]
+    executions: dict[str, int]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The recorded events of one kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def recap(self) -> dict[str, dict[str, int]]:
+        """Ansible's own count by host."""
+        return next((event["hosts"] for event in self.of("recap")), {})
+
+    def results(self, host: str) -> list[dict[str, Any]]:
+        """This host's results that carry a verdict, in order."""
+        return [event["result"] for event in self.of("verdict") if event["host"] == host]
+
+    def refusals(self, host: str) -> list[str]:
+        """The messages with which a host failed or could not be reached."""
+        return [
+            str(event["result"].get("msg", ""))
+            for event in self.of("failed") + self.of("unreachable")
+            if event["host"] == host and not event["ignored"]
+        ]
+
+    def verdict(self, host: str) -> str:
+        """The last verdict on this host, or why there is none."""
+        if self.recap.get(host, {}).get("unreachable"):
+            return "unreachable"
+        results = self.results(host)
+        if results:
+            return str(results[-1]["verdict"])
+        return "refused" if self.refusals(host) else "absent"
+
+    def actions(self, outcome: str) -> list[dict[str, Any]]:
+        """Everything that was (or in check mode would be) signalled, in order."""
+        found = []
+        for host in {event["host"] for event in self.of("verdict")}:
+            lists = [result["actions"] for result in self.results(host) if result.get("actions")]
+            found += [action for action in (lists[-1] if lists else [])]
+        return [action for action in found if action["result"] == outcome]
+
+    @property
+    def spared(self) -> list[dict[str, Any]]:
+        """Everybody who was reported as seen and left alone."""
+        return [
+            holder for event in self.of("verdict") for holder in event["result"].get("spared", [])
+        ]
+
+    @property
+    def words(self) -> str:
+        """All that was said, with white space as single blanks: the screen folds long lines."""
+        texts = [self.output]
+        for event in self.events:
+            message = event.get("result", {}).get("msg", "")
+            texts += message if isinstance(message, list) else [str(message)]
+        return squeeze(" ".join(str(text) for text in texts))
+
+
+def squeeze(text: str) -> str:
+    """Runs of white space as one blank."""
+    return re.sub(r"\s+", " ", text)
+
+
+@dataclass
+class World:
+    """The lab of a test session, with its bystanders."""
+
+    lab: Lab
+    shape: dict[str, Any] | None = None
+    bystanders: dict[str, Process] = field(default_factory=dict)
+    neighbour: dict[str, Any] | None = None
+    held: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    plain: dict[str, Process] = field(default_factory=dict)
+    worn: bool = False  # something was done that only a new lab undoes
+    record: Path = Path("/dev/null")
+
+    # --- the lab ---
+
+    def prepare(self, scenario: Scenario) -> None:
+        """The lab in the shape asked for, with all bystanders alive."""
+        if self.shape != scenario.lab or self.worn:
+            self.down()
+            self.lab.up(**scenario.lab)
+            self.shape, self.worn = scenario.lab, False
+            for name in self.machines():
+                self.log_sessions(name)
+        self.place_bystanders()
+        self.place_neighbour(scenario)
+
+    def down(self) -> None:
+        """Take the lab away."""
+        if self.shape is not None:
+            self.lab.down()
+        self.shape, self.neighbour = None, None
+        self.bystanders.clear()
+
+    def machines(self) -> list[str]:
+        """Every host and container of the lab."""
+        plan = self.lab.plan()
+        return [host.name for host in plan.hosts] + [each.name for each in plan.containers()]
+
+    def log_sessions(self, name: str) -> None:
+        """Let a machine's sshd write down every command that it is asked to execute."""
+        log = self.sshd_log(name)
+        script = "echo LogLevel VERBOSE >>/etc/ssh/sshd_config; kill -HUP $(cat /run/sshd.pid)"
+        self.lab.inside(name, ["sh", "-c", script], check=True)
+        until = time.monotonic() + 10
+        while log.read_text().count("Server listening") < 3:
+            assert time.monotonic() < until, f"sshd of {name} did not restart"
+            time.sleep(0.01)
+
+    def sshd_log(self, name: str) -> Path:
+        """What the machine's sshd says, from outside."""
+        return Path(f"/proc/{self.lab.running_init(name)}/root/run/sshd.log")
+
+    def executions(self) -> dict[str, int]:
+        """How many commands each machine's sshd has been asked to execute so far."""
+        counts = {}
+        for name in self.machines():
+            if self.lab.init(name):
+                text = self.sshd_log(name).read_text(errors="replace")
+                counts[name] = text.count("Starting session: command")
+        return counts
+
+    # --- bystanders ---
+
+    def place_bystanders(self) -> None:
+        """Whoever must live through every scenario; puts back who is missing."""
+        for name, process in list(self.bystanders.items()):
+            if not process.alive:
+                del self.bystanders[name]
+        plan = self.lab.plan()
+        watched = [h.name for h in plan.hosts] + [
+            h.containers[0].name for h in plan.hosts if h.containers
+        ]
+        for name in self.machines():
+            self.keep(f"sshd of {name}", lambda n=name: self.sshd(n))
+            self.keep(f"process 1 of {name}", lambda n=name: self.lab.running_init(n))
+        for name in watched:
+            self.keep(
+                f"dcgm-exporter on {name}",
+                lambda n=name: self.lab.hold(
+                    n, gpus="0", kind="open-only", name="dcgm-exporter", ignore_term=False
+                )["outer_pid"],
+            )
+            self.keep(f"an editor on {name}", lambda n=name: self.start_plain(n, "vim"))
+        for host in plan.hosts:
+            if len(host.containers) > 1:
+                other = host.containers[1].name
+                self.keep(
+                    f"a server without GPU in {other}",
+                    lambda n=other: self.start_plain(n, "sglang::scheduler_TP0"),
+                )
+
+    def keep(self, what: str, start: Any) -> None:
+        """Remember a bystander; start it if there is none."""
+        if what not in self.bystanders:
+            pid = start()
+            self.bystanders[what] = Process(what, pid, linux.start_time(pid))
+
+    def sshd(self, name: str) -> int:
+        """The listening sshd of a machine, as a number outside."""
+        inner = Path(f"/proc/{self.lab.running_init(name)}/root/run/sshd.pid").read_text().strip()
+        for pid in self.processes(name):
+            numbers = linux.namespace_pids(pid)
+            if numbers and numbers[-1] == int(inner) and command_line(pid).startswith("sshd"):
+                return pid
+        raise AssertionError(f"no sshd on {name}")
+
+    def start_plain(self, name: str, title: str) -> int:
+        """A process of that title which holds no GPU; its number outside."""
+        container = self.lab.plan().container(name)
+        place = self.lab.ssh_cgroup(name)
+        if not container:
+            place = self.lab.paths.host_cgroup(name) / "user.slice/user-0.slice/session-1.scope"
+        place.mkdir(parents=True, exist_ok=True)
+
+        def body() -> int:
+            if os.fork():
+                return 0  # the process belongs to process 1 from now on
+            os.setsid()
+            null = os.open("/dev/null", os.O_RDWR)
+            for target in (0, 1, 2):
+                os.dup2(null, target)
+            os.execv("/usr/bin/sleep", [title, "86400"])
+
+        before = set(self.processes(name))
+        assert in_host(self.lab.running_init(name), place, body) == 0
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            for pid in set(self.processes(name)) - before:
+                if command_line(pid) == f"{title} 86400":
+                    return pid
+            time.sleep(0.005)
+        raise AssertionError(f"{title} did not start on {name}")
+
+    def place_neighbour(self, scenario: Scenario) -> None:
+        """A workload on GPUs that the command is not about: on node1, or else in ct130."""
+        limit = limit_of(scenario.typed)
+        homes = [name for name in ("node1", "ct130") if name in self.machines()]
+        touched = {"node1"} if "node1" in limit else set()
+        touched |= {"ct130"} if re.search(r"ct|pve|inside|proxmox", limit) else set()
+        if limit in ("", "all", "gpu_nodes"):
+            touched = {"node1", "ct130"}
+        home = next((name for name in homes if name not in touched), None)
+        if self.neighbour and (self.neighbour["host"] != home or not self.alive(self.neighbour)):
+            self.end(self.neighbour)
+            self.bystanders.pop("a neighbour's workload", None)
+            self.neighbour = None
+        if home and not self.neighbour:
+            self.neighbour = self.lab.hold(home, gpus="all", mib=60000, name="python3")
+            process = Process(
+                f"a neighbour's workload on {home}",
+                self.neighbour["outer_pid"],
+                self.neighbour["start_time"],
+            )
+            self.bystanders["a neighbour's workload"] = process
+        self.settle(without=home)
+
+    def settle(self, without: str | None) -> None:
+        """Wait until no memory is in use but the neighbour's."""
+        until = time.monotonic() + 15
+        while time.monotonic() < until:
+            busy = [
+                name
+                for name, used in self.used().items()
+                if any(used) and not (without and self.lab.plan().host(without).name == name)
+            ]
+            if not busy:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"memory is still in use before the scenario on {busy}")
+
+    # --- what there is ---
+
+    def processes(self, name: str) -> Iterator[int]:
+        """All processes of a machine (of a Proxmox host: with its containers), outer numbers."""
+        container = self.lab.plan().container(name)
+        paths = self.lab.paths
+        top = paths.ct_cgroup(container) if container else paths.host_cgroup(name)
+        for file in top.rglob("cgroup.procs"):
+            try:
+                yield from [int(pid) for pid in file.read_text().split()]
+            except OSError:
+                continue
+
+    def ours(self) -> list[str]:
+        """Command lines of gpuops that run on any machine."""
+        found = []
+        for host in self.lab.plan().hosts:
+            for pid in self.processes(host.name):
+                line = command_line(pid)
+                if re.search(r"-IS -|gpuops-ready|nvidia-smi|lxc-attach|\bpct exec", line):
+                    found.append(f"{host.name}: pid {pid}: {line[:80]}")
+        return found
+
+    def alive(self, holder: dict[str, Any]) -> bool:
+        """Is that very holder alive? One that is started again and again: is there any?"""
+        return (
+            any(
+                each["id"] == holder["id"]
+                and each["alive"]
+                and (holder["respawn"] or each["outer_pid"] == holder["outer_pid"])
+                for each in self.lab.holders()
+            )
+            if "respawn" in holder
+            else is_there(holder["outer_pid"], holder["start_time"])
+        )
+
+    def used(self) -> dict[str, list[int]]:
+        """MiB in use by machine and GPU, as the driver has it."""
+        return {name: host["driver"]["used"] for name, host in self.lab.status()["hosts"].items()}
+
+    # --- events ---
+
+    def happen(self, event: dict[str, Any]) -> None:
+        """Arrange one thing."""
+        ((verb, what),) = event.items()
+        if verb == "hold":
+            options = dict(what)
+            label = options.pop("as")
+            host = options.pop("host")
+            if "gpus" in options:
+                options["gpus"] = str(options["gpus"])
+            options["respawn"] = {True: -1}.get(
+                options.get("respawn", 0), options.get("respawn", 0)
+            )
+            held = self.lab.hold_many(host, options.pop("count", 1), **options)
+            self.held[label] = [dict(holder, respawn=options["respawn"]) for holder in held]
+        elif verb == "fault":
+            self.lab.fault(what["where"], what["kind"], str(what.get("value", "")))
+            # Files were moved away; a container that is stopped cannot be given them back.
+        elif verb == "heal":
+            self.lab.heal(what)
+        elif verb == "stop":
+            self.worn = True
+            self.lab.stop(what)
+        elif verb == "cut":
+            self.worn = True
+            self.lab.cut(what)
+        elif verb == "drop":
+            for holder in self.held.pop(what):
+                self.end(holder)
+        elif verb == "user":
+            self.worn = True
+            script = (
+                f"useradd -m -s /bin/bash {what['name']} 2>&1; cp -r /root/.ssh "
+                f"/home/{what['name']}/; chown -R {what['name']} /home/{what['name']}/.ssh; "
+                f"usermod -p '*' {what['name']}"
+            )
+            self.lab.inside(what["host"], ["sh", "-c", script], check=True)
+        elif verb == "plain":
+            pid = self.start_plain(what["host"], what["name"])
+            self.plain[what["as"]] = Process(what["as"], pid, linux.start_time(pid))
+        elif verb == "escape":
+            holder = self.held[what][0]
+            host = self.lab.plan().host(holder["host"]).name
+            group = self.lab.paths.host_cgroup(host) / "system.slice/escaped.service"
+            group.mkdir(parents=True, exist_ok=True)
+            (group / "cgroup.procs").write_text(str(holder["outer_pid"]))
+
+    def end(self, holder: dict[str, Any]) -> None:
+        """End a holder that may have ended already."""
+        for host in self.lab.status()["hosts"].values():
+            there = {each["id"] for each in host["driver"]["holders"]}
+            if holder["id"] in there | set(host["driver"]["helpers"]):
+                self.lab.drop(holder["id"])
+
+    def restore(self) -> None:
+        """All is well again, and everybody of the scenario is gone."""
+        if self.shape is None:
+            return
+        try:
+            self.lab.heal()
+            for holders in self.held.values():
+                for holder in holders:
+                    self.end(holder)
+            for process in self.plain.values():
+                if process.alive:
+                    os.kill(process.pid, signal.SIGKILL)
+        except (LabError, OSError):
+            self.worn = True
+        self.held.clear()
+        self.plain.clear()
+
+    # --- the command ---
+
+    def type(self, typed: str) -> Run:
+        """Run a command as an operator types it at the root of the checkout."""
+        self.record.unlink(missing_ok=True)
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("ANSIBLE_", "GPUOPS_"))
+        }
+        environment |= {
+            "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
+            "ANSIBLE_CALLBACK_PLUGINS": str(CALLBACKS),
+            "ANSIBLE_NOCOLOR": "1",
+            # Labs have the same addresses: a connection kept by another one must not be used.
+            "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self.lab.paths.state / "cp"),
+            "SCENARIO_RECORD": str(self.record),
+        }
+        before = self.executions()
+        began = time.monotonic()
+        ran = self.lab.run(
+            shlex.split(typed),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LONGEST_RUN,
+        )
+        seconds = time.monotonic() - began
+        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        after = self.executions()
+        counts = {name: after[name] - before.get(name, 0) for name in after}
+        return Run(ran.returncode, ran.stdout, seconds, [json.loads(x) for x in lines], counts)
+
+    def play(self, scenario: Scenario) -> None:
+        """One scenario from beginning to end; AssertionError names all that was wrong."""
+        self.prepare(scenario)
+        try:
+            for event in scenario.given:
+                self.happen(event)
+            self.once(scenario.typed, scenario.then, "")
+            if scenario.again is not None:
+                for event in scenario.meanwhile:
+                    self.happen(event)
+                self.once(scenario.typed, scenario.again, "typed again: ")
+        except Exception:
+            self.worn = True
+            raise
+        finally:
+            self.restore()
+
+    def once(self, typed: str, outcome: Outcome, when: str) -> None:
+        """Type a command and compare."""
+        living = [each for each in self.bystanders.values() if each.alive]
+        there = {
+            label: [holder for holder in holders if self.alive(holder)]
+            for label, holders in self.held.items()
+        }
+        run = self.type(typed)
+        check = Check(self, run, outcome, there)
+        check.everything()
+        check.bystanders([*living, *self.plain.values()])
+        check.leftovers()
+        assert not check.problems, (
+            "\n".join(when + each for each in check.problems)
+            + f"\n\n--- {typed} (exit {run.code}, {run.seconds:.1f} s)\n{run.output}"
+        )
+
+
+@dataclass
+class Check:
+    """Compare one run with what must come of it; collects everything that is wrong."""
+
+    world: World
+    run: Run
+    outcome: Outcome
+    there: dict[str, list[dict[str, Any]]]
+    problems: list[str] = field(default_factory=list)
+
+    def expect(self, what: str, wanted: Any, found: Any) -> None:
+        """Note a difference."""
+        if wanted != found:
+            self.problems.append(f"{what}: must be {wanted}, is {found}")
+
+    def everything(self) -> None:
+        """All that the outcome names, and what must hold of any run."""
+        run, outcome = self.run, self.outcome
+        self.expect("exit code", outcome.exit, run.code)
+        for host, word in outcome.verdict.items():
+            self.expect(f"verdict on {host}", word, run.verdict(host))
+        self.signalled()
+        self.truth()
+        self.changes()
+        self.one_line()
+        for words in outcome.says:
+            if squeeze(words) not in run.words:
+                self.problems.append(f"nowhere is said: {words}")
+        for words in outcome.silent:
+            if squeeze(words) in run.words:
+                self.problems.append(f"must not be said: {words}")
+        for label in outcome.spares:
+            if not any(self.is_him(each, label) for each in run.spared):
+                self.problems.append(f"{label} is not reported as spared")
+        for host, most in outcome.executions.items():
+            if run.executions[host] > most:
+                self.problems.append(
+                    f"{host}: {run.executions[host]} remote executions, at most {most}"
+                )
+        if outcome.within is not None and run.seconds > outcome.within:
+            self.problems.append(f"took {run.seconds:.1f} s, at most {outcome.within:g}")
+
+    def is_him(self, seen: dict[str, Any], label: str) -> bool:
+        """Is the process in a report the one of this file?"""
+        for holder in self.there.get(label, []):
+            if holder["respawn"] and seen["name"] == holder["name"][:15]:
+                return True
+            numbers = (holder["node_pid"], holder["pid"])
+            if seen["start"] == holder["start_time"] and seen["node_pid"] in numbers:
+                return True
+        return False
+
+    def by_rung(self, actions: list[dict[str, Any]]) -> dict[str, str]:
+        """The last rung for each process of this file; strangers under a name that says so."""
+        rungs = {}
+        for action in actions:
+            label = next((each for each in self.there if self.is_him(action, each)), None)
+            who = label or f"somebody else, {action['name']} (pid {action['node_pid']})"
+            rungs[who] = action["rung"]
+        return rungs
+
+    def signalled(self) -> None:
+        """Who was signalled at which rung, and who is alive."""
+        outcome = self.outcome
+        wanted = outcome.killed | outcome.survives
+        self.expect("signalled, by rung", wanted, self.by_rung(self.run.actions("sent")))
+        planned = self.by_rung(self.run.actions("would be sent"))
+        self.expect("would be signalled, by rung", outcome.would_kill, planned)
+        for label, holders in self.there.items():
+            for holder in holders:
+                alive = self.world.alive(holder)
+                if alive and label in outcome.killed:
+                    self.problems.append(f"{label} is still alive")
+                if not alive and label not in outcome.killed:
+                    self.problems.append(f"{label} is dead")
+
+    def truth(self) -> None:
+        """What is called clean is clean, as the driver has it."""
+        used = self.world.used()
+        plan = self.world.lab.plan()
+        for machine, text in self.outcome.used_mib.items():
+            self.expect(f"MiB in use on {machine}", text, " ".join(map(str, used[machine])))
+        for host, word in self.outcome.verdict.items():
+            name = host.removesuffix("-ssh")
+            if word != "clean" or name not in self.world.machines():
+                continue
+            machine = plan.host(name).name
+            if machine not in self.outcome.used_mib and any(used[machine]):
+                self.problems.append(f"FALSE CLEAN: {host}: MiB in use: {used[machine]}")
+
+    def changes(self) -> None:
+        """Ansible's count of changed hosts: those on which somebody was signalled, no others."""
+        changed = sum(1 for host in self.run.recap.values() if host["changed"])
+        if self.outcome.changed is not None:
+            self.expect("hosts changed", self.outcome.changed, changed)
+        elif not (self.run.actions("sent") or self.run.actions("would be sent")):
+            self.expect("hosts changed", 0, changed)
+        else:
+            self.expect("anything changed", True, changed > 0)
+
+    def one_line(self) -> None:
+        """A refusal is one line for people, once for each host."""
+        for host, counts in self.run.recap.items():
+            refusals = self.run.refusals(host)
+            if counts["failures"] or counts["unreachable"]:
+                self.expect(f"refusals of {host}", 1, len(refusals))
+            for text in refusals:
+                if "\n" in text.strip() or len(text) > LONGEST_REFUSAL:
+                    self.problems.append(f"{host}: not one line: {text!r}")
+        for word in ("Traceback", "internal error", "MODULE FAILURE", "Unexpected Exception"):
+            if word in self.run.words:
+                self.problems.append(f"says {word!r}")
+
+    def bystanders(self, before: list[Process]) -> None:
+        """Whoever lived before and has nothing to do with it lives."""
+        for process in before:
+            if not process.alive:
+                self.problems.append(f"BYSTANDER HARMED: {process.what}")
+
+    def leftovers(self) -> None:
+        """Nothing of ours stays on any machine."""
+        until = time.monotonic() + 3
+        while True:
+            left = [
+                each
+                for each in self.world.ours()
+                if not any(word in each for word in self.outcome.leaves)
+            ]
+            if not left or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        self.problems += [f"left behind on {each}" for each in left]
+
+
+def command_line(pid: int) -> str:
+    """The command line with blanks, or nothing where there is none."""
+    try:
+        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return data.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def limit_of(typed: str) -> str:
+    """What follows -l in a command, or nothing."""
+    words = shlex.split(typed)
+    for flag in ("-l", "--limit"):
+        if flag in words:
+            return words[words.index(flag) + 1]
+    return ""
