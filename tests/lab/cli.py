@@ -26,16 +26,34 @@ def parser() -> argparse.ArgumentParser:
         return verbs.add_parser(name, help=text, description=text, **options)
 
     up = verb("up", "Build the lab. When it is up with the same arguments, just answer.")
-    up.add_argument("--cts", default="129,130", metavar="LIST",
-                    help="containers: 129,130 or 129-168 or 231@pve2; none (default: 129,130)")
+    up.add_argument(
+        "--cts",
+        default="129,130",
+        metavar="LIST",
+        help="containers: 129,130 or 129-168 or 231@pve2; none (default: 129,130)",
+    )
     up.add_argument("--nodes", type=int, default=1, metavar="N", help="bare nodes (default: 1)")
     up.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs per host (default: 8)")
-    up.add_argument("--minor-shift", type=int, default=0, metavar="N",
-                    help="GPU i is /dev/nvidia(i+N): minor number and index differ")
-    up.add_argument("--delay-ms", type=int, default=150, metavar="MS",
-                    help="memory is freed that long after a holder's death (default: 150)")
-    up.add_argument("--own-nodes", default="none", metavar="LIST",
-                    help="containers whose device nodes are their own, with other inodes")
+    up.add_argument(
+        "--minor-shift",
+        type=int,
+        default=0,
+        metavar="N",
+        help="GPU i is /dev/nvidia(i+N): minor number and index differ",
+    )
+    up.add_argument(
+        "--delay-ms",
+        type=int,
+        default=150,
+        metavar="MS",
+        help="memory is freed that long after a holder's death (default: 150)",
+    )
+    up.add_argument(
+        "--own-nodes",
+        default="none",
+        metavar="LIST",
+        help="containers whose device nodes are their own, with other inodes",
+    )
     verb("down", "Take everything of the lab away, also after a crash.")
     verb("status", "Hosts, containers, holders, faults, memory as the driver has it.")
 
@@ -44,17 +62,31 @@ def parser() -> argparse.ArgumentParser:
     hold.add_argument("--gpus", default="all", metavar="LIST", help="0-3,7 or all (default: all)")
     hold.add_argument("--mib", type=int, default=76115, help="MiB per GPU (default: 76115)")
     hold.add_argument("--kind", choices=KINDS, default="plain", help="how it holds them")
-    hold.add_argument("--name", help="comm and argv[0] (default: python3); with :: in it the"
-                                     " whole command line, as setproctitle does")
+    hold.add_argument(
+        "--name",
+        help="comm and argv[0] (default: python3); with :: in it the"
+        " whole command line, as setproctitle does",
+    )
     hold.add_argument("--user", default="root", help="run as that user, made if there is none")
     hold.add_argument("--ignore-term", action="store_true", help="ignore TERM, INT and HUP")
-    hold.add_argument("--respawn", type=int, nargs="?", const=-1, default=0, metavar="N",
-                      help="a supervisor starts it again N times, or for ever")
-    hold.add_argument("--count", type=int, default=1, metavar="N", help="that many (answers a list)")
+    hold.add_argument(
+        "--respawn",
+        type=int,
+        nargs="?",
+        const=-1,
+        default=0,
+        metavar="N",
+        help="a supervisor starts it again N times, or for ever",
+    )
+    hold.add_argument(
+        "--count", type=int, default=1, metavar="N", help="that many (answers a list)"
+    )
     hold.add_argument("--busy", action="store_true", help="utilisation reads 100 while it lives")
-    hold.add_argument("--cgroup", metavar="PATH",
-                      help="run in that cgroup below the host's own root,"
-                           " e.g. system.slice/vllm.service")
+    hold.add_argument(
+        "--cgroup",
+        metavar="PATH",
+        help="run in that cgroup below the host's own root, e.g. system.slice/vllm.service",
+    )
     drop = verb("drop", "End holders, also stopped and unkillable ones, and wait for their end.")
     drop.add_argument("which", nargs="?", default="all", metavar="ID|HOST|all")
     alive = verb("alive", "Which holders are alive.")

@@ -25,7 +25,6 @@ lxc.autodev = 1
 lxc.pty.max = 1024
 lxc.tty.max = 0
 lxc.init.cmd = /sbin/init
-lxc.environment = CONSOLE=/dev/null
 lxc.console.path = none
 lxc.net.0.type = veth
 lxc.net.0.link = vmbr0
@@ -150,7 +149,7 @@ def start_all(vmids: list[int], workers: int = 4) -> list[str]:
         pid, status = os.wait()
         vmid = running.pop(pid, 0)
         if vmid and status:
-            log = Path(f"/var/lib/lxc/{vmid}/start.log")
-            text = log.read_text().splitlines() if log.exists() else []
+            path = Path(f"/var/lib/lxc/{vmid}/start.log")
+            text = path.read_text().splitlines() if path.exists() else []
             errors.append(f"lxc-start {vmid}: " + " | ".join(text[:3]))
     return errors

@@ -137,7 +137,9 @@ class Driver:
 
     # --- plumbing ---
 
-    def listen(self, path: Path, mode: int, handler: Callable[[socket.socket, bytes], None]) -> None:
+    def listen(
+        self, path: Path, mode: int, handler: Callable[[socket.socket, bytes], None]
+    ) -> None:
         """Accept one-line requests on a socket."""
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -181,10 +183,10 @@ class Driver:
     def handle(
         self, handler: Callable[[socket.socket, bytes], None], client: socket.socket, line: bytes
     ) -> None:
-        """One bad request must not end the driver."""
+        """Call a handler; its error is the answer."""
         try:
             handler(client, line)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # one bad request must not end the driver
             self.reply(client, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
 
     def reply(self, client: socket.socket, data: bytes) -> None:
@@ -295,9 +297,9 @@ class Driver:
     def fault(self, host: str, kind: str, gpu: int | None = None) -> Fault | None:
         """The newest fault of a kind that a caller on `host` meets (the host's own count too)."""
         for fault in reversed(self.faults):
-            if fault.kind == kind and fault.host in (host, self.host):
-                if fault.gpu is None or gpu is None or fault.gpu == gpu:
-                    return fault
+            on_gpu = fault.gpu is None or gpu is None or fault.gpu == gpu
+            if fault.kind == kind and fault.host in (host, self.host) and on_gpu:
+                return fault
         return None
 
     def caller_host(self, pid: int) -> str:
@@ -324,10 +326,10 @@ class Driver:
             busy = busy or bool(self.fault(host, "busy", index))
             values = {}
             for fault in self.faults:
-                if fault.kind == "value" and fault.host in (host, self.host):
-                    if fault.gpu in (None, index):
-                        name, _, text = fault.value.partition(" ")
-                        values[name] = text
+                here = fault.host in (host, self.host) and fault.gpu in (None, index)
+                if fault.kind == "value" and here:
+                    name, _, text = fault.value.partition(" ")
+                    values[name] = text
             gpus.append(
                 smi.GpuView(
                     **gpu,
@@ -381,7 +383,10 @@ class Driver:
         fd = os.open(f"/proc/{peer}/ns/mnt", os.O_RDONLY)
         argv = [sys.executable, "-m", "tests.lab.stuck", str(fd), "/proc/driver/lab/stuck"]
         server = subprocess.Popen(
-            [*argv, self.helpers], pass_fds=[fd], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+            [*argv, self.helpers],
+            pass_fds=[fd],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
         )
         os.close(fd)
         self.stuck_servers.append(server)
@@ -413,9 +418,7 @@ class Driver:
             at = time.monotonic() + wait
             self.after(
                 at,
-                lambda: self.handle(
-                    lambda who, _: self.answer(who, peer, words), client, b""
-                ),
+                lambda: self.handle(lambda who, _: self.answer(who, peer, words), client, b""),
             )
 
     # --- the lab's own requests ---
@@ -450,9 +453,7 @@ class Driver:
     def op_fault(self, host: str, kind: str, gpu: int | None, value: str) -> dict[str, Any]:
         """Something goes wrong from now on; the same fault again replaces its value."""
         if kind != "value":
-            self.faults = [
-                f for f in self.faults if (f.host, f.kind, f.gpu) != (host, kind, gpu)
-            ]
+            self.faults = [f for f in self.faults if (f.host, f.kind, f.gpu) != (host, kind, gpu)]
         self.faults.append(Fault(host, kind, gpu, value))
         return {}
 

@@ -21,6 +21,8 @@ CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 SYS_EXIT = 93 if os.uname().machine == "aarch64" else 60
 
 libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 
 
 def ask_driver(request):
@@ -85,15 +87,16 @@ def map_nodes(minors):
         raise OSError(ctypes.get_errno(), "unshare")
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("standin", "/mnt", "tmpfs", 0)
-    kept = []
     for minor in minors:
         standin = f"/mnt/nvidia{minor}"
         os.mknod(standin, stat.S_IFCHR | 0o666, os.makedev(1, 5))
         mount(standin, f"/dev/nvidia{minor}", "", MS_BIND)
         fd = os.open(f"/dev/nvidia{minor}", os.O_RDWR)
-        kept.append(mmap.mmap(fd, 4096, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+        # Not Python's mmap: that keeps a duplicate of the descriptor.
+        flags = mmap.PROT_READ | mmap.PROT_WRITE
+        if libc.mmap(None, 4096, flags, mmap.MAP_PRIVATE, fd, 0) == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), "mmap")
         os.close(fd)
-    return kept
 
 
 def become_user(spec):
@@ -127,7 +130,10 @@ def hold(spec):
     rename(spec["name"], spec["whole_line"])
     if kind == "dead-main-thread":
         main_thread_exits(spec)
-    kept = map_nodes(minors) if kind == "mapped-only" else open_nodes(minors, kind != "open-only")
+    if kind == "mapped-only":
+        map_nodes(minors)
+    else:
+        open_nodes(minors, control=kind != "open-only")
     become_user(spec)
     register(spec)
     if kind == "stopped":
@@ -136,14 +142,13 @@ def hold(spec):
         with open(spec["stuck_file"], "rb", buffering=0) as file:
             file.read(1)
     forever()
-    return kept
 
 
 def main_thread_exits(spec):
     """The main thread ends (not the process); another thread opens the devices and lives on."""
 
     def live_on():
-        open_nodes(spec["minors"], True)
+        open_nodes(spec["minors"], control=True)
         become_user(spec)
         register(spec)
         forever()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from . import container as lxc
-from . import linux, node, smi
+from . import linux, node, smi, stuck
 from .plan import (
     PREFIX,
     STATE_ROOT,
@@ -131,14 +131,38 @@ def kill_cgroup(cgroup: Path, seconds: float = 10) -> None:
     """End every process in a cgroup subtree and remove its directories."""
     if not cgroup.exists():
         return
-    deadline = time.monotonic() + seconds
+    started = time.monotonic()
     while "populated 1" in (cgroup / "cgroup.events").read_text():
         with contextlib.suppress(OSError):
             (cgroup / "cgroup.kill").write_text("1")
-        if time.monotonic() > deadline:
+        elapsed = time.monotonic() - started
+        if elapsed > seconds:
             raise LabError(f"processes in {cgroup} do not end")
+        if elapsed > 1:  # with its server dead a FUSE read ends by itself; if it did not:
+            abort_fuse(cgroup)
         time.sleep(0.005)
     remove_cgroup(cgroup)
+
+
+def abort_fuse(cgroup: Path) -> None:
+    """Abort the lab's FUSE connections that processes in a cgroup subtree can see."""
+    connections = set()
+    for file in cgroup.rglob("cgroup.procs"):
+        for pid in file.read_text().split():
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
+                    if f" - {stuck.TYPE} {stuck.SOURCE} " in line:
+                        connections.add(line.split()[2].split(":")[1])
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            linux.unshare(linux.CLONE_NEWNS)
+            linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+            linux.mount("fusectl", "/sys/fs/fuse/connections", "fusectl")
+            for number in connections:
+                Path(f"/sys/fs/fuse/connections/{number}/abort").write_text("1")
+        os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def remove_cgroup(cgroup: Path) -> None:
@@ -362,9 +386,7 @@ class Lab:
         if not (home / ".ssh").exists():
             (home / ".ssh").mkdir(mode=0o700)
             (state / "made-ssh-directory").touch()
-        script = RUN_SCRIPT.format(
-            cgroup=self.paths.cgroup, name=self.name, state=state, home=home
-        )
+        script = RUN_SCRIPT.format(cgroup=self.paths.cgroup, name=self.name, state=state, home=home)
         node.write(state / "run", script, 0o755)
         for host in plan.hosts:
             self.paths.driver(host.name).mkdir(parents=True)
@@ -743,25 +765,17 @@ class Lab:
     def drop(self, which: str = "all") -> dict[str, Any]:
         """End holders (an id, all of a host or container, or all) and wait until they are gone."""
         plan = self.plan()
+        places = {host.name for host in plan.hosts} | {c.name for c in plan.containers()}
         dropped: list[str] = []
         for host in plan.hosts:
             status = self.ask(host.name, {"op": "status"})
-            names = {h["id"]: h["host"] for h in status["holders"]}
-            ids = set(names) | set(status["helpers"])
-            homes = status["homes"]
-            wanted = {
-                id
-                for id in ids
-                if which in ("all", id, homes.get(id)) or (which == host.name and not host.proxmox)
-            }
-            if which not in ("all", *ids) and which not in homes.values():
-                if not any(which == h.name or plan.container(which) for h in plan.hosts):
-                    continue
+            homes: dict[str, str] = status["homes"]
+            ids = set(homes) | set(status["helpers"])
+            wanted = sorted(id for id in ids if which in ("all", id, homes.get(id)))
             for id in wanted:
                 self.drop_one(host.name, id)
-            dropped += sorted(wanted)
-        known = {h.name for h in plan.hosts} | {c.name for c in plan.containers()}
-        if not dropped and which not in known | {"all"}:
+            dropped += wanted
+        if not dropped and which != "all" and which not in places:
             raise LabError(f"no holder, host or container {which}")
         return {"dropped": dropped}
 
@@ -858,8 +872,7 @@ class Lab:
         cgroup = self.paths.ct_cgroup(container)
         wait_until(
             lambda: (
-                (pid := lxc.init_pid(cgroup))
-                and Path(f"/proc/{pid}/root/run/sshd.pid").exists()
+                (pid := lxc.init_pid(cgroup)) and Path(f"/proc/{pid}/root/run/sshd.pid").exists()
             ),
             10,
             f"sshd in {name}",

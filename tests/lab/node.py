@@ -42,13 +42,20 @@ PrintMotd no
 AcceptEnv LANG LC_*
 Subsystem sftp internal-sftp
 """
-# busybox init reads this: a real init that reaps orphans. `once`: a host that was cut stays cut.
-INITTAB = """\
-::once:/usr/sbin/sshd -D -e
-"""
-# On a host sshd lives in the cgroup that systemd would give it.
-HOST_INITTAB = """\
-::once:/bin/sh -c 'echo 0 > /sys/fs/cgroup/system.slice/ssh.service/cgroup.procs; exec /usr/sbin/sshd -D -e'
+# Process 1. `wait` reaps whatever is orphaned, at once (busybox's own init takes up to a second),
+# and blocks while sshd lives; on a host that was cut it becomes a slow loop. On a host, not in a
+# container, sshd moves to the cgroup that systemd would give it.
+INIT = """\
+#!/bin/busybox sh
+(
+    cd /sys/fs/cgroup/system.slice/ssh.service 2>/dev/null && echo 0 >cgroup.procs
+    cd /
+    exec /usr/sbin/sshd -D -e
+) </dev/null >>/run/sshd.log 2>&1 &
+while :; do
+    wait
+    sleep 0.2
+done
 """
 BASE_NODES = (
     ("null", 1, 3),
@@ -91,10 +98,9 @@ def make_layer(layer: Path, paths: Paths) -> None:
     host_key = layer / "etc/ssh/ssh_host_ed25519_key"
     write(host_key, (paths.state / "host_ed25519").read_text(), 0o600)
     write(layer / "etc/hosts", (paths.state / "hosts.txt").read_text())
-    write(layer / "etc/inittab", INITTAB)
-    (layer / "sbin").symlink_to("usr/sbin")
-    (layer / "usr/sbin").mkdir(parents=True)
-    (layer / "usr/sbin/init").symlink_to("/bin/busybox")
+    if Path("/.dockerenv").exists():  # what builds the lab is a container; its hosts are not
+        os.mknod(layer / ".dockerenv", stat.S_IFCHR, 0)
+    write(layer / "usr/sbin/init", INIT, 0o755)
     write(layer / "usr/bin/nvidia-smi", (HERE / "bin/nvidia-smi").read_text(), 0o755)
     write(layer / "usr/local/bin/serve-forever", (HERE / "bin/serve-forever").read_text(), 0o755)
     # The workload, importable under the names that real servers have.
@@ -108,10 +114,10 @@ def make_layer(layer: Path, paths: Paths) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         write(directory / f"{module}.py", code)
     libraries = layer / "usr/lib/python3/dist-packages"
-    for directory in ("sglang", "vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
-        write(libraries / directory / "__init__.py", "")
-    for directory in ("torch", "torch/distributed"):
-        write(libraries / directory / "__init__.py", "")
+    for name in ("sglang", "vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
+        write(libraries / name / "__init__.py", "")
+    for name in ("torch", "torch/distributed"):
+        write(libraries / name / "__init__.py", "")
 
 
 def proc_driver(directory: Path, host: Host) -> None:
@@ -194,7 +200,6 @@ def make_root(host: Host, paths: Paths) -> Path:
     lower, root = f"{layer}:/", base / "root"
     own = base / "host"
     write(own / "etc/hostname", host.name + "\n")
-    write(own / "etc/inittab", HOST_INITTAB)
     if host.proxmox:
         write(own / "usr/sbin/pct", (HERE / "bin/pct").read_text(), 0o755)
     overlay(lower, own, base / "work", root)
@@ -254,12 +259,10 @@ def become_init(host: Host, paths: Paths, network_ready: int) -> None:
     os.rmdir("/.old")
     make_cgroups()
     null = os.open("/dev/null", os.O_RDWR)
-    log = os.open("/run/sshd.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for number, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(number, target)
+    for target in (0, 1, 2):
+        os.dup2(null, target)
     linux.die_with_parent(0)
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-    environment["CONSOLE"] = "/dev/null"
     os.execve("/sbin/init", ["/sbin/init"], environment)
 
 
@@ -289,7 +292,7 @@ def build(host: Host, paths: Paths, report: int, network_ready: int) -> None:
         linux.die_with_parent(signal.SIGKILL)
         os.setsid()
         become_init(host, paths, network_ready)
-    except BaseException:  # noqa: BLE001 - whatever it is, `up` must hear of it
+    except BaseException:  # whatever it is, `up` must hear of it
         text = traceback.format_exc(limit=3)
         os.write(report, text.encode())
     finally:

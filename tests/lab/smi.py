@@ -501,11 +501,7 @@ def pmon(view: View, gpus: list[GpuView]) -> str:
         rows = [p for p in view.processes if p.gpu == gpu.index and p.name != NO_DATA]
         for process in rows:
             name = Path(process.name).name[:14]
-            text += (
-                f"{gpu.index:5}{process.pid:12}     C"
-                + "      -" * 6
-                + f"    {name:<15}\n"
-            )
+            text += f"{gpu.index:5}{process.pid:12}     C" + "      -" * 6 + f"    {name:<15}\n"
         if not rows:
             text += lines[2].replace("    0 ", f"{gpu.index:5} ", 1)
     return text

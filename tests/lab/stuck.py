@@ -10,7 +10,6 @@ Prints one line when it is ready.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import struct
@@ -22,8 +21,9 @@ from . import linux
 LOOKUP, FORGET, GETATTR, OPEN, READ, INIT = 1, 2, 3, 14, 15, 26
 OPENDIR, INTERRUPT, BATCH_FORGET = 27, 36, 42
 FOPEN_DIRECT_IO = 1
-ENOSYS, EINTR = 38, 4
+ENOSYS, EIO = 38, 5
 ROOT, FILE = 1, 2
+TYPE, SOURCE = "fuse.sshfs", "storage:/models"  # how the mount looks in /proc/mounts
 
 
 def attributes(inode: int) -> bytes:
@@ -52,7 +52,9 @@ class Server:
         request = os.read(self.fd, 1 << 17)
         _, operation, unique, node = struct.unpack("<IIQQ", request[:24])
         if operation == INIT:
-            body = struct.pack("<IIIIHHIIHHI7I", 7, 31, 65536, 0, 12, 10, 65536, 1, 0, 0, 0, *[0] * 7)
+            body = struct.pack(
+                "<IIIIHHIIHHI7I", 7, 31, 65536, 0, 12, 10, 65536, 1, 0, 0, 0, *[0] * 7
+            )
             self.reply(unique, body[:64].ljust(64, b"\0"))
         elif operation == GETATTR:
             self.reply(unique, struct.pack("<QII", 60, 0, 0) + attributes(node))
@@ -61,13 +63,15 @@ class Server:
             self.reply(unique, entry + attributes(FILE))
         elif operation in (OPEN, OPENDIR):
             self.reply(unique, struct.pack("<QII", 0, FOPEN_DIRECT_IO, 0))
+        elif operation == READ and not self.primed:
+            self.first_read = unique
         elif operation == READ:
-            self.first_read = self.first_read or unique
+            pass  # never answered
         elif operation == INTERRUPT and not self.primed:
             # "Interrupts are not known here": from now on the kernel waits for answers without
             # listening to signals, so readers are in D at once and not only once killed.
             self.reply(unique, error=ENOSYS)
-            self.reply(self.first_read, error=EINTR)
+            self.reply(self.first_read, error=EIO)
             self.primed = True
         elif operation not in (FORGET, BATCH_FORGET, INTERRUPT):
             self.reply(unique, error=ENOSYS)
@@ -75,16 +79,18 @@ class Server:
 
 def prime(server: Server, path: str) -> None:
     """Let a child be interrupted in a first read, so that the kernel learns about interrupts."""
-    child = os.fork()
-    if child == 0:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its end needs answers too: no waiting for it
+    if os.fork() == 0:
         signal.signal(signal.SIGALRM, lambda *_: None)
+        file = os.open(path, os.O_RDONLY)
+        # A reader that keeps the server's own end open could never be freed.
+        os.close(server.fd)
         signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
         with contextlib.suppress(OSError):
-            os.read(os.open(path, os.O_RDONLY), 1)
+            os.read(file, 1)  # Python repeats an interrupted read; EIO ends it
         os._exit(0)
     while not server.primed:
         server.serve_one()
-    os.waitpid(child, 0)
 
 
 def main() -> None:
@@ -97,9 +103,8 @@ def main() -> None:
     os.chdir("/")
     linux.setns(namespace, linux.CLONE_NEWNS)
     Path(point).mkdir(parents=True, exist_ok=True)
-    linux.mount(
-        "models", point, "fuse.sshfs", 0, f"fd={fd},rootmode=40000,user_id=0,group_id=0,allow_other"
-    )
+    options = f"fd={fd},rootmode=40000,user_id=0,group_id=0,allow_other"
+    linux.mount(SOURCE, point, TYPE, 0, options)
 
     def end(*_: object) -> None:
         with contextlib.suppress(OSError):
@@ -119,5 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ctypes.set_errno(0)
     main()
