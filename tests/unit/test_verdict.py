@@ -386,36 +386,40 @@ def some_holders(draw: st.DrawFn, first: int) -> list[holders.Holder]:
     return made
 
 
+def rarely(draw: st.DrawFn, often: Any, seldom: Any) -> Any:
+    """One of two values; the second in about one of twelve draws."""
+    return seldom if draw(st.integers(0, 11)) == 7 else often
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Anything that may be read, with clean not too rare."""
-    count = draw(st.integers(0, 4))
-    mostly_zero = draw(st.booleans())
-    values = st.just(0) if mostly_zero else used
-    minors = [draw(st.sampled_from([index, index, index, None])) for index in range(count)]
+    """Anything that may be read, but mostly things that can be judged."""
+    count = rarely(draw, draw(st.integers(1, 4)), 0)
+    values = draw(st.sampled_from([st.just(0), st.integers(0, 5), st.integers(0, 5), used]))
+    minors = [rarely(draw, index, None) for index in range(count)]
     readings = []
-    for _ in range(draw(st.sampled_from([1, 2, 2, 2, 3]))):
+    for _ in range(rarely(draw, draw(st.integers(2, 3)), 1)):
         gpus = [gpu(index, draw(values), minors[index]) for index in range(count)]
-        if gpus and draw(st.sampled_from([False, False, False, True])):
+        if gpus and rarely(draw, False, True):
             del gpus[draw(st.integers(0, count - 1))]
-        problems = draw(st.sampled_from([(), (), (), ("it failed",)]))
-        readings.append(reading(*gpus, problems=problems))
+        readings.append(reading(*gpus, problems=rarely(draw, (), ("it failed",))))
     mine = draw(some_holders(100))
-    stuck = draw(st.sets(st.sampled_from(mine))) if mine and draw(st.booleans()) else set()
+    stuck = draw(st.sets(st.sampled_from(mine))) if mine else set()
+    asked = draw(st.sets(st.integers(0, max(0, count - 1)))) if draw(st.booleans()) else set()
     return Case(
         readings=readings,
         mine=mine,
         foreign=draw(some_holders(200)),
         protected=draw(some_holders(300)),
         stuck=tuple(each.pid for each in stuck),
-        unreadable=draw(st.sampled_from([0, 0, 0, 1])),
-        nodes=draw(st.sampled_from([0, 0, count, 4])),
+        unreadable=rarely(draw, 0, 1),
+        nodes=rarely(draw, count, draw(st.integers(0, 8))),
         inside=draw(st.booleans()),
         spec={
             "vmid": draw(st.sampled_from([0, 129])),
-            "expected_gpus": draw(st.sampled_from([0, count, count, 4])),
-            "baseline_mib": draw(st.sampled_from([0, 0, 3])),
-            "gpus": draw(st.sampled_from([[], [], ["0"], ["1"], ["0", "2"], ["7"]])),
+            "expected_gpus": rarely(draw, draw(st.sampled_from([0, count])), 4),
+            "baseline_mib": draw(st.sampled_from([0, 3, 5])),
+            "gpus": rarely(draw, [str(index) for index in sorted(asked)], ["7"]),
         },
     )
 
