@@ -192,6 +192,7 @@ class Work:
         self.scan: holders.Scan | None = None
         self.actions: list[dict[str, Any]] = []
         self.timings: dict[str, float] = {}
+        self.first_signal = 0.0
         self.nodes = 0
 
     def count_nodes(self) -> None:
@@ -259,13 +260,14 @@ class Work:
         return max(0, gpu.used_mib - known)
 
     def state(self) -> dict[str, Any]:
-        """Look and read, twice where the first reading is zero: changes nothing."""
+        """Look and read, and take the second reading too if it can prove something."""
         began = self.node.began
         self.node.look(began)  # while nvidia-smi answers
         self.count_nodes()
         self.read()
         self.look(began)
-        self.read()
+        if self.all_zero() and not self.view.mine:
+            self.read()
         return self.result(verdict.judge(self.target, self.readings, self.view, self.nodes))
 
     def gpus(self) -> list[dict[str, Any]]:
@@ -346,6 +348,7 @@ class Work:
         grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
         still = holders.scan(self.node.devices, deep=True, pids=[grip.pid for grip in grips])
         sent = []
+        self.first_signal = time.monotonic()
         for holder, grip in zip(chosen, grips):
             outcome = grip.send(rung["signal"]) if grip.pid in still.holders else "let go"
             self.actions.append(action(holder, rung, outcome))
@@ -357,10 +360,12 @@ class Work:
 
     def wait(self, grips: list[signals.Grip], rung: dict[str, Any]) -> None:
         """Read until two zeros with everybody gone, or until more waiting cannot help."""
-        began = time.monotonic()
+        began = self.first_signal
         pause = Pause(began)
         zeros = 0
         looked = False  # since the first of the zeros
+        while self.session.pending:
+            self.read()  # asked before the signal, so it proves nothing
         while True:
             self.session.ask("gpus")
             alive = [grip for grip in grips if not grip.ended()]

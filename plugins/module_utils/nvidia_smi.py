@@ -284,6 +284,11 @@ class Session:
             except OSError:
                 pass  # The shell is gone; answer() finds its last words and says so.
 
+    @property
+    def pending(self) -> int:
+        """How many questions are not answered yet."""
+        return len(self._asked)
+
     def answer(self) -> tuple[str, int]:
         """The text and exit code of the oldest question not yet answered.
 

@@ -63,6 +63,36 @@ parent.node.main(request, sessions)
 """
 
 
+class NoResult(Exception):
+    """A batch holds nothing for a host; ``result`` says so in Ansible's way."""
+
+    def __init__(self, **result: Any) -> None:
+        self.result = result
+
+
+def own_rounds(batch: Any, name: str) -> list[dict[str, Any]]:
+    """The results of one host in a registered batch, one for each round (item) it took part in.
+
+    :raises NoResult: the acting host was unreachable, gave no answer, or was not asked.
+    """
+    rounds = batch.get("results", [batch]) if isinstance(batch, dict) else []
+    for each in rounds:
+        if each.get("unreachable"):
+            raise NoResult(unreachable=True, msg=each.get("msg", "the acting host is unreachable"))
+    mine = [each["hosts"][name] for each in rounds if name in each.get("hosts", {})]
+    # `failed` itself is not looked at: the roles suppress it, so that the leader stays in the play.
+    broken = [each for each in rounds if "hosts" not in each and not each.get("skipped")]
+    if broken and (not mine or not mine[-1]["settled"]):
+        raise NoResult(failed=True, msg=broken[-1].get("msg", "the acting host gave no answer"))
+    if not mine:
+        raise NoResult(
+            failed=True,
+            msg=f"there is no result for {name}: run this with the strategy linear, "
+            "after the role gpu_route",
+        )
+    return mine
+
+
 class BatchAction(ActionBase):
     """Run a batch on the acting host, or take one host's result out of it."""
 
@@ -129,7 +159,7 @@ class BatchAction(ActionBase):
         delegate = self._task.delegate_to
         if delegate:
             task_vars = task_vars.get("ansible_delegated_vars", {}).get(delegate, {})
-        configured = str(task_vars.get("ansible_python_interpreter") or "")
+        configured = str(self._templar.template(task_vars.get("ansible_python_interpreter", "")))
         return configured if configured.startswith("/") else "/usr/bin/python3"
 
     def no_answer(self, ran: dict[str, Any]) -> str:
@@ -148,24 +178,10 @@ class BatchAction(ActionBase):
 
     def take(self, batch: Any, name: str) -> dict[str, Any]:
         """This host's own result out of its leader's registered result."""
-        rounds = batch.get("results", [batch]) if isinstance(batch, dict) else []
-        for each in rounds:
-            if each.get("unreachable"):
-                return {
-                    "unreachable": True,
-                    "msg": each.get("msg", "the acting host is unreachable"),
-                }
-        mine = [each["hosts"][name] for each in rounds if name in each.get("hosts", {})]
-        broken = [each for each in rounds if each.get("failed") and "hosts" not in each]
-        if broken and (not mine or not mine[-1]["settled"]):
-            return {"failed": True, "msg": broken[-1].get("msg", "the batch failed")}
-        if not mine:
-            return {
-                "failed": True,
-                "msg": f"there is no result for {name}: run this with the strategy linear, "
-                "after the role gpu_route",
-            }
-        return self.merge(mine)
+        try:
+            return self.merge(own_rounds(batch, name))
+        except NoResult as error:
+            return error.result
 
     def merge(self, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         """One result out of the rounds (rungs) in which this host took part."""
