@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,7 @@ class Driver:
             delay = float(slow.value) / 1000 if slow else self.delay
             at = max(now + delay, max(pending, default=0.0) + NEXT_RELEASE_AFTER)
             holder.release_at[index] = at
-            self.after(at, lambda index=index: self.release(holder, index))
+            self.after(at, partial(self.release, holder, index))
 
     def release(self, holder: Holder, index: int) -> None:
         """The memory on one GPU is free now."""

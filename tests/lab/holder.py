@@ -15,17 +15,20 @@ import stat
 import sys
 import threading
 import time
+from typing import Any
 
 DRIVER = "/proc/driver/lab/driver.sock"
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 SYS_EXIT = 93 if os.uname().machine == "aarch64" else 60
+
+Spec = dict[str, Any]
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 
 
-def ask_driver(request):
+def ask_driver(request: Spec) -> Spec:
     """One request to the driver, which knows this process by its socket credentials."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(DRIVER)
@@ -33,10 +36,11 @@ def ask_driver(request):
         answer = b""
         while part := client.recv(65536):
             answer += part
-    return json.loads(answer)
+    parsed: Spec = json.loads(answer)
+    return parsed
 
 
-def report(spec, answer):
+def report(spec: Spec, answer: Spec) -> None:
     """Tell the lab, once; a restarted holder finds the descriptor closed."""
     fd = spec.get("report_fd")
     if fd is None:
@@ -49,7 +53,7 @@ def report(spec, answer):
         pass
 
 
-def rename(name, whole_line):
+def rename(name: str, whole_line: bool) -> None:
     """Set comm, and with `whole_line` the command line as setproctitle does."""
     with open("/proc/self/comm", "w") as comm:
         comm.write(name[:15])
@@ -62,7 +66,7 @@ def rename(name, whole_line):
     ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
-def open_nodes(minors, control):
+def open_nodes(minors: list[int], control: bool) -> None:
     """O_PATH: opening c 195:N for reading fails without the real driver (ENXIO)."""
     for minor in minors:
         os.open(f"/dev/nvidia{minor}", os.O_PATH)
@@ -71,13 +75,13 @@ def open_nodes(minors, control):
             os.open(name, os.O_PATH)
 
 
-def mount(source, target, kind, flags):
+def mount(source: str, target: str, kind: str, flags: int) -> None:
     """mount(2)."""
     if libc.mount(source.encode(), target.encode(), kind.encode(), flags, None):
         raise OSError(ctypes.get_errno(), f"mount {target}")
 
 
-def map_nodes(minors):
+def map_nodes(minors: list[int]) -> None:
     """Only mappings named /dev/nvidiaN, no descriptor.
 
     c 195:N cannot be mapped without the driver, so a stand-in (c 1:5) is bound over the node in a
@@ -99,7 +103,7 @@ def map_nodes(minors):
         os.close(fd)
 
 
-def become_user(spec):
+def become_user(spec: Spec) -> None:
     """Give up root, after what only root can do here."""
     if spec["uid"]:
         os.setgroups([])
@@ -107,13 +111,13 @@ def become_user(spec):
         os.setuid(spec["uid"])
 
 
-def forever():
+def forever() -> None:
     """Wait for signals."""
     while True:
         time.sleep(3600)
 
 
-def register(spec):
+def register(spec: Spec) -> None:
     """Tell the driver what this process holds, and the lab that it does."""
     answer = ask_driver({"op": "register", **spec["claim"]})
     report(spec, answer)
@@ -121,7 +125,7 @@ def register(spec):
         sys.exit(answer["error"])
 
 
-def hold(spec):
+def hold(spec: Spec) -> None:
     """The holder itself."""
     kind, minors = spec["claim"]["kind"], spec["minors"]
     if spec["ignore_term"]:
@@ -144,10 +148,10 @@ def hold(spec):
     forever()
 
 
-def main_thread_exits(spec):
+def main_thread_exits(spec: Spec) -> None:
     """The main thread ends (not the process); another thread opens the devices and lives on."""
 
-    def live_on():
+    def live_on() -> None:
         open_nodes(spec["minors"], control=True)
         become_user(spec)
         register(spec)
@@ -157,7 +161,7 @@ def main_thread_exits(spec):
     libc.syscall(SYS_EXIT, 0)  # exit of this thread only; exit_group would end all
 
 
-def parent_that_never_waits(spec):
+def parent_that_never_waits(spec: Spec) -> None:
     """Fork the holder and ignore its death: it stays a zombie."""
     if os.fork() == 0:
         hold(spec)
@@ -165,7 +169,7 @@ def parent_that_never_waits(spec):
     forever()
 
 
-def main():
+def main() -> None:
     """Entry: see the module's text."""
     spec = json.loads(os.environ["GPUOPS_HOLD"])
     kind = spec["claim"]["kind"]

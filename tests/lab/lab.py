@@ -99,6 +99,11 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
         pause = min(pause * 1.5, 0.02)
 
 
+def listening(init: int) -> bool:
+    """Whether the host or container with that process 1 has its sshd ready."""
+    return bool(init) and Path(f"/proc/{init}/root/run/sshd.pid").exists()
+
+
 def in_host(init: int, cgroup: Path, body: Callable[[], int]) -> int:
     """Run `body` in a child inside a host's or container's namespaces; its exit status.
 
@@ -153,8 +158,8 @@ def abort_fuse(cgroup: Path) -> None:
                 for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
                     if f" - {stuck.TYPE} {stuck.SOURCE} " in line:
                         connections.add(line.split()[2].split(":")[1])
-    pid = os.fork()
-    if pid == 0:
+    child = os.fork()
+    if child == 0:
         with contextlib.suppress(OSError):
             linux.unshare(linux.CLONE_NEWNS)
             linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
@@ -162,7 +167,7 @@ def abort_fuse(cgroup: Path) -> None:
             for number in connections:
                 Path(f"/sys/fs/fuse/connections/{number}/abort").write_text("1")
         os._exit(0)
-    os.waitpid(pid, 0)
+    os.waitpid(child, 0)
 
 
 def remove_cgroup(cgroup: Path) -> None:
@@ -495,16 +500,16 @@ class Lab:
             raise LabError(text.splitlines()[0] if text else f"{host.name}: lxc-start failed")
 
     def wait_ready(self, host: Host, init: int) -> None:
-        """Wait for the sshd of a host and of its containers."""
-
-        def listening(pid: int) -> bool:
-            return bool(pid) and Path(f"/proc/{pid}/root/run/sshd.pid").exists()
-
+        """Wait for the sshd of a host and of its containers, and for its driver."""
         wait_until(lambda: listening(init), 10, f"sshd on {host.name}")
         for c in host.containers:
-            cgroup = self.paths.ct_cgroup(c)
-            wait_until(lambda g=cgroup: listening(lxc.init_pid(g)), 10, f"sshd in {c.name}")
+            self.wait_container(c)
         wait_until(lambda: self.admin_ready(host), 10, f"the driver of {host.name}")
+
+    def wait_container(self, container: Container) -> None:
+        """Wait for the sshd in a container."""
+        cgroup = self.paths.ct_cgroup(container)
+        wait_until(lambda: listening(lxc.init_pid(cgroup)), 10, f"sshd in {container.name}")
 
     def admin_ready(self, host: Host) -> bool:
         """Whether the host's driver answers."""
@@ -704,7 +709,7 @@ class Lab:
         read, write = os.pipe()
         spec["report_fd"] = write
         os.set_inheritable(write, True)
-        title = "python3" if spec["whole_line"] or respawn else spec["name"]
+        title = "python3" if spec["whole_line"] else spec["name"]
         command = [title, *MODEL_COMMAND]
         program = "/usr/bin/python3"
         if respawn:
@@ -716,6 +721,9 @@ class Lab:
                 return 0  # the holder's parent is gone: it belongs to process 1
             os.setsid()
             spec["uid"] = inside_uid(spec["user"])
+            if respawn and title != "python3":  # sh has no other way to set argv[0]
+                with contextlib.suppress(FileExistsError):
+                    Path("/usr/local/bin", title).symlink_to("/usr/bin/python3")
             null = os.open("/dev/null", os.O_RDWR)
             for target in (0, 1, 2):
                 os.dup2(null, target)
@@ -869,14 +877,7 @@ class Lab:
         container = self.need_container(name)
         host = self.plan().host(name)
         self.start_containers(host, self.running_init(host.name), [container.vmid])
-        cgroup = self.paths.ct_cgroup(container)
-        wait_until(
-            lambda: (
-                (pid := lxc.init_pid(cgroup)) and Path(f"/proc/{pid}/root/run/sshd.pid").exists()
-            ),
-            10,
-            f"sshd in {name}",
-        )
+        self.wait_container(container)
         return {"started": name}
 
     def need_container(self, name: str) -> Container:
@@ -948,7 +949,10 @@ class Lab:
         self, name: str, argv: Sequence[str], **options: Any
     ) -> subprocess.CompletedProcess[Any]:
         """Run a command on a host or container without ssh (as root, through its namespaces)."""
-        enter = ["nsenter", "--target", str(self.running_init(name)), "--all", "--root", "--wd"]
+        cgroup = self.ssh_cgroup(name)
+        # The cgroup too, which nsenter does not enter: it says whose process this is.
+        enter = ["sh", "-c", f'echo 0 > {cgroup}/cgroup.procs && exec "$@"', "sh"]
+        enter += ["nsenter", "--target", str(self.running_init(name)), "--all", "--root", "--wd"]
         defaults: dict[str, Any] = {"check": False, "capture_output": True, "text": True}
         environment = {"PATH": INSIDE_PATH, "HOME": "/root", "LANG": "C.UTF-8"}
         return subprocess.run([*enter, *argv], **{**defaults, "env": environment, **options})
