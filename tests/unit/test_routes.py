@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Where to act for a host; what cannot be is refused, with what to write instead."""
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ansible_collections.gpuops.gpu.plugins.plugin_utils import routes
+
+KNOWN = {"pve1", "pve2", "ct129", "node1"}
+CARRIERS = {"pve1", "pve2"}
+
+
+def route(name: str, **variables: Any) -> dict[str, Any]:
+    return routes.route(name, variables, KNOWN, CARRIERS)
+
+
+def target(**different: Any) -> dict[str, Any]:
+    return {
+        "name": "node1",
+        "vmid": 0,
+        "expected_gpus": 0,
+        "gpus": [],
+        "baseline_mib": 0,
+        "protect": [],
+        "smi_timeout": 10.0,
+        **different,
+    }
+
+
+def test_a_node_is_acted_on_itself() -> None:
+    assert route("node1") == {"route": "node", "acting": "node1", "target": target()}
+
+
+def test_a_container_is_acted_on_from_its_host() -> None:
+    assert route("ct129", proxmox_vmid=129, gpuops_proxmox_host="pve1") == {
+        "route": "container",
+        "acting": "pve1",
+        "target": target(name="ct129", vmid=129),
+    }
+
+
+def test_the_dynamic_inventory_names_the_host_too() -> None:
+    dynamic = route("ct129", proxmox_vmid=129, proxmox_node="pve2")
+    assert dynamic["acting"] == "pve2"
+    both = route("ct129", proxmox_vmid=129, proxmox_node="pve2", gpuops_proxmox_host="pve1")
+    assert both["acting"] == "pve1"
+
+
+def test_a_host_that_carries_containers_is_left_out() -> None:
+    assert route("pve1")["route"] == "carrier"
+    assert route("pve1")["acting"] == "pve1"
+
+
+def test_a_container_may_itself_be_named_among_the_carriers() -> None:
+    found = routes.route(
+        "ct129", {"proxmox_vmid": 129, "gpuops_proxmox_host": "pve1"}, KNOWN, {"ct129", "pve1"}
+    )
+    assert (found["route"], found["acting"]) == ("container", "pve1")
+
+
+@pytest.mark.parametrize("vmid", [None, "", 0, "0"])
+def test_no_number_is_no_container(vmid: Any) -> None:
+    assert route("node1", proxmox_vmid=vmid, gpuops_proxmox_host="pve1")["route"] == "node"
+
+
+@pytest.mark.parametrize("vmid", [100, "100", 129, 999_999_999, "999999999"])
+def test_numbers_of_containers(vmid: Any) -> None:
+    found = route("ct129", proxmox_vmid=vmid, gpuops_proxmox_host="pve1")
+    assert found["target"]["vmid"] == int(vmid)
+
+
+def test_what_the_modules_need_to_know() -> None:
+    found = route(
+        "node1",
+        gpuops_expected_gpus="8",
+        gpuops_gpus="0, 3,GPU-1",
+        gpuops_baseline_mib=4,
+        gpuops_protect=["sshd", "dcgm*"],
+        gpuops_protect_more="mine",
+        gpuops_smi_timeout="2.5",
+        unrelated=object(),
+    )
+    assert found["target"] == target(
+        expected_gpus=8,
+        gpus=["0", "3", "GPU-1"],
+        baseline_mib=4,
+        protect=["sshd", "dcgm*", "mine"],
+        smi_timeout=2.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, []),
+        ("", []),
+        (" , ", []),
+        (3, ["3"]),
+        (0, ["0"]),
+        ("3", ["3"]),
+        ([0, "GPU-1"], ["0", "GPU-1"]),
+        ((1, 2), ["1", "2"]),
+    ],
+)
+def test_lists(value: Any, words: list[str]) -> None:
+    assert route("node1", gpuops_gpus=value)["target"]["gpus"] == words
+
+
+WHOLE = "write a whole number of zero or more"
+SECONDS = "write a number of seconds above zero"
+UNSOUND = [
+    ({"proxmox_vmid": 99, "gpuops_proxmox_host": "pve1"}, "proxmox_vmid is 99", "100 or more"),
+    ({"proxmox_vmid": "ct129"}, "proxmox_vmid is 'ct129'", WHOLE),
+    ({"proxmox_vmid": -1}, "proxmox_vmid is '-1'", WHOLE),
+    ({"proxmox_vmid": 129.0}, "proxmox_vmid is '129.0'", WHOLE),
+    ({"proxmox_vmid": True}, "proxmox_vmid is 'True'", WHOLE),
+    ({"proxmox_vmid": [129]}, "proxmox_vmid is '[129]'", WHOLE),
+    ({"proxmox_vmid": "\u0661\u0662\u0669"}, "proxmox_vmid is", WHOLE),
+    (
+        {"proxmox_vmid": 10**9, "gpuops_proxmox_host": "pve1"},
+        "proxmox_vmid is 1000000000",
+        "number",
+    ),
+    ({"proxmox_vmid": 129}, "gpuops_proxmox_host is not", "write the inventory name"),
+    (
+        {"proxmox_vmid": 129, "gpuops_proxmox_host": ""},
+        "gpuops_proxmox_host is not",
+        "write the inventory name of the Proxmox host",
+    ),
+    (
+        {"proxmox_vmid": 129, "gpuops_proxmox_host": "pve9"},
+        "gpuops_proxmox_host is 'pve9'",
+        "add it there",
+    ),
+    ({"gpuops_expected_gpus": "eight"}, "gpuops_expected_gpus is 'eight'", WHOLE),
+    ({"gpuops_expected_gpus": -8}, "gpuops_expected_gpus is '-8'", WHOLE),
+    ({"gpuops_baseline_mib": "4 MiB"}, "gpuops_baseline_mib is '4 MiB'", WHOLE),
+    ({"gpuops_baseline_mib": 1.5}, "gpuops_baseline_mib is '1.5'", WHOLE),
+    ({"gpuops_smi_timeout": 0}, "gpuops_smi_timeout is '0'", SECONDS),
+    ({"gpuops_smi_timeout": -1}, "gpuops_smi_timeout is '-1'", SECONDS),
+    ({"gpuops_smi_timeout": "soon"}, "gpuops_smi_timeout is 'soon'", SECONDS),
+    ({"gpuops_smi_timeout": "inf"}, "gpuops_smi_timeout is 'inf'", SECONDS),
+    ({"gpuops_smi_timeout": float("nan")}, "gpuops_smi_timeout is 'nan'", SECONDS),
+    ({"gpuops_gpus": {"a": 1}}, "gpuops_gpus is", "write a list"),
+    ({"gpuops_gpus": 1.5}, "gpuops_gpus is '1.5'", "write a list"),
+    ({"gpuops_protect": {"sshd"}}, "gpuops_protect is", "write a list"),
+    ({"gpuops_protect_more": {"a": 1}}, "gpuops_protect_more is", "write a list"),
+    ({"gpuops_verify_retries": 0}, "gpuops_verify_retries is 0", "write 1 or more"),
+    ({"gpuops_verify_retries": "x"}, "gpuops_verify_retries is 'x'", WHOLE),
+    ({"gpuops_verify_delay": -1}, "gpuops_verify_delay is '-1'", SECONDS),
+]
+
+
+@pytest.mark.parametrize(("variables", "wrong", "instead"), UNSOUND)
+def test_what_cannot_be_is_refused_with_what_to_write(
+    variables: dict[str, Any], wrong: str, instead: str
+) -> None:
+    with pytest.raises(routes.RouteError) as error:
+        route("ct129", **variables)
+    assert wrong in str(error.value)
+    assert instead in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+LADDER: dict[str, Any] = {
+    "gpuops_ladder": [{"name": "terminate"}, {"name": "kill"}, {"name": "fuser"}],
+    "gpuops_profiles": {"gentle": ["terminate", "kill", "fuser"], "now": ["fuser", "kill"]},
+    "gpuops_profile": "gentle",
+}
+
+
+@pytest.mark.parametrize(
+    ("different", "names"),
+    [
+        ({}, ["terminate", "kill", "fuser"]),
+        ({"gpuops_profile": "now"}, ["kill", "fuser"]),
+        ({"gpuops_rungs": []}, ["terminate", "kill", "fuser"]),
+        ({"gpuops_rungs": "fuser,terminate"}, ["terminate", "fuser"]),
+        ({"gpuops_rungs": ["kill"]}, ["kill"]),
+        ({"gpuops_ladder": None}, []),
+    ],
+)
+def test_rungs_in_the_order_of_the_ladder(different: dict[str, Any], names: list[str]) -> None:
+    assert [rung["name"] for rung in routes.rungs({**LADDER, **different})] == names
+
+
+@pytest.mark.parametrize(
+    ("different", "message"),
+    [
+        ({"gpuops_profile": "fast"}, "gpuops_profile is 'fast'; write one of gentle, now"),
+        ({"gpuops_profile": None}, "gpuops_profile is 'None'; write one of gentle, now"),
+        ({"gpuops_rungs": "kil"}, "there is no rung 'kil'; write some of terminate, kill, fuser"),
+        ({"gpuops_rungs": ["kill", "reset"]}, "there is no rung 'reset'"),
+        ({"gpuops_profiles": {"gentle": ["nuke"]}}, "there is no rung 'nuke'"),
+    ],
+)
+def test_rungs_that_do_not_exist_are_refused(different: dict[str, Any], message: str) -> None:
+    with pytest.raises(routes.RouteError, match="write") as error:
+        routes.rungs({**LADDER, **different})
+    assert message in str(error.value)
+    # The route is refused too, so that nobody is reached before.
+    with pytest.raises(routes.RouteError):
+        route("node1", **{**LADDER, **different})
+
+
+def test_the_defaults_of_the_roles_are_sound(root: Any) -> None:
+    variables: dict[str, Any] = {}
+    for role in ("gpu_route", "gpu_release", "gpu_verify"):
+        text = (root / "roles" / role / "defaults" / "main.yml").read_text(encoding="utf-8")
+        variables.update(yaml.safe_load(text) or {})
+    found = route("node1", **variables)
+    assert found["route"] == "node"
+    assert "nvidia-persistenced" in found["target"]["protect"]
+    for profile in variables["gpuops_profiles"]:
+        climbed = routes.rungs({**variables, "gpuops_profile": profile})
+        assert [rung["name"] for rung in climbed] == variables["gpuops_profiles"][profile]
+
+
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**12), 10**12),
+    st.floats(),
+    st.text(),
+    st.binary(max_size=4),
+    st.sampled_from(["pve1", "129", "0", "1e3", " 8", "GPU-1,2"]),
+)
+nested = st.recursive(
+    values,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=5,
+)
+ANY = (
+    "proxmox_vmid",
+    "gpuops_expected_gpus",
+    "gpuops_gpus",
+    "gpuops_baseline_mib",
+    "gpuops_protect",
+    "gpuops_protect_more",
+    "gpuops_smi_timeout",
+    "gpuops_verify_retries",
+    "gpuops_verify_delay",
+    "gpuops_rungs",
+)
+PLAIN = ("gpuops_proxmox_host", "proxmox_node", "gpuops_profile")
+mostly = st.fixed_dictionaries(
+    {}, optional={**dict.fromkeys(ANY, nested), **dict.fromkeys(PLAIN, values)}
+)
+
+
+@given(mostly, st.booleans())
+def test_whatever_is_written_there_is_a_route_or_a_sentence(
+    variables: dict[str, Any], ladder: bool
+) -> None:
+    if ladder:
+        variables = {**LADDER, **variables}
+    try:
+        found = route("ct129", **variables)
+    except routes.RouteError as error:
+        assert "write" in str(error) or "add it there" in str(error)
+        return
+    assert found["route"] in ("node", "container")
+    assert found["acting"] in KNOWN
+    made = found["target"]
+    assert (found["route"] == "container") is (made["vmid"] in routes.VMIDS)
+    assert made["expected_gpus"] >= 0
+    assert made["baseline_mib"] >= 0
+    assert 0 < made["smi_timeout"] < float("inf")
+    assert all(isinstance(word, str) for word in made["gpus"] + made["protect"])
+
+
+@given(st.sampled_from(ANY), nested)
+def test_one_odd_variable_at_a_time(key: str, value: Any) -> None:
+    try:
+        found = route("ct129", **{"proxmox_vmid": 129, "gpuops_proxmox_host": "pve1", key: value})
+    except routes.RouteError as error:
+        assert key in str(error) or key == "gpuops_rungs"
+    else:
+        assert found["acting"] in ("pve1", "ct129")
