@@ -415,7 +415,7 @@ def table_rows(gpu: GpuView) -> str:
     )
 
 
-def short_name(name: str, width: int = 38) -> str:
+def short_name(name: str, width: int = 36) -> str:
     """The tool keeps the end of long names."""
     return name if len(name) <= width else "..." + name[-(width - 3) :]
 
@@ -423,8 +423,8 @@ def short_name(name: str, width: int = 38) -> str:
 def process_row(process: ProcessView) -> str:
     """One line of the table's process list."""
     return (
-        f"|{process.gpu:5}   N/A  N/A {process.pid:16}      C   "
-        f"{short_name(process.name):<38}{process.used:6}MiB |\n"
+        f"|{process.gpu:5}   N/A  N/A{process.pid:16}      C   "
+        f"{short_name(process.name):<37}{process.used:6}MiB |\n"
     )
 
 
