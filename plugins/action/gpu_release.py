@@ -19,17 +19,15 @@ class ActionModule(BatchAction):
     CONTROLLER_ONLY = ("after",)
 
     def prepare(self, task_vars: dict[str, Any]) -> dict[str, Any]:
-        """Leave out who is settled after the step before; remember what check mode planned."""
+        """Leave out who is settled after the step before; pass on what was done so far."""
         args = super().prepare(task_vars)
         if "after" not in self._task.args:
             return args
         after = self._task.args["after"].get("hosts", {})
         hosts = {name: host for name, host in after.items() if not host["settled"]}
         args["targets"] = [target for target in args["targets"] if target["name"] in hosts]
-        args["planned"] = {
-            name: host.get("planned", []) + [action["node_pid"] for action in host["actions"]]
-            for name, host in hosts.items()
-            if self._task.check_mode
+        args["earlier"] = {
+            name: host.get("earlier", []) + host["actions"] for name, host in hosts.items()
         }
         return args
 
@@ -38,10 +36,10 @@ class ActionModule(BatchAction):
         return dict(super().request(args), check=self._task.check_mode)
 
     def execute(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
-        """As any batch; what is planned so far stays with each host for the next rung."""
+        """As any batch; what was done so far stays with each host for the next rung."""
         answer = super().execute(args, task_vars)
         for name, host in answer.get("hosts", {}).items():
-            host["planned"] = args["planned"].get(name, [])
+            host["earlier"] = args["earlier"].get(name, [])
             host["rung"] = args["rung"]["name"]
         return answer
 

@@ -13,8 +13,10 @@ TARGETS = {
         "vmid": {"type": "int", "default": 0},
         "expected_gpus": {"type": "int", "default": 0},
         "gpus": {"type": "list", "elements": "str", "default": []},
-        "baseline_mib": {"type": "int", "default": 0},
+        "baseline_mib": {"type": "raw", "default": 0},
         "protect": {"type": "list", "elements": "str", "default": []},
+        "scope": {"type": "str", "default": ""},
+        "holders_only": {"type": "bool", "default": False},
         "smi_timeout": {"type": "float", "default": 10.0},
     },
 }
@@ -33,10 +35,12 @@ RUNG = {
     },
 }
 
-STATE = {"targets": dict(TARGETS, required=True)}
+EARLIER = {"type": "dict", "default": {}}
+
+STATE = {"targets": dict(TARGETS, required=True), "earlier": EARLIER}
 
 RELEASE = {
     "targets": dict(TARGETS, required=True),
     "rung": dict(RUNG, required=True),
-    "planned": {"type": "dict", "default": {}},
+    "earlier": EARLIER,
 }

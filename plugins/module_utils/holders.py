@@ -400,6 +400,11 @@ def user_name(uid: int | None) -> str:
         return str(uid)
 
 
+def ticks_since_boot() -> int:
+    """Now, in the unit of a process's start time."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
 def family(pid: int) -> list[int]:
     """A process and its ancestors, nearest first, as far as this namespace shows them."""
     line = []

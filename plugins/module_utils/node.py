@@ -34,6 +34,12 @@ SENTINEL = "gpuops-answer "
 # Seconds after SIGKILL from which a process that is still there counts as unkillable.
 UNKILLABLE_AFTER = 5.0
 
+# After so many restarts of what was ended, ending it once more will not help.
+RESTARTS = 2
+
+# MiB of a GPU in use that the driver may keep for itself beside what it lists for the processes.
+DRIVERS_OWN_MIB = 512
+
 # Seconds between looks for new holders while memory is being released, doubled each time.
 FIRST_LOOK_AFTER = 0.4
 # The longest pause between two readings of memory, in seconds.
@@ -144,19 +150,32 @@ class Node:
         name = verdict.protected_by(holder, target.protect)
         if name:
             return "protected by name (%s)" % name
+        inside = home in holder.namespaces and home not in self.own_namespaces
+        if target.vmid and inside and holder.owner.kind == "pidns":
+            evidence = "PID namespace %s; it left the cgroup" % home
+            holder.owner = owners.Owner("lxc", str(target.vmid), evidence, by_namespace=True)
+        return self._out_of_scope(target, holder)
+
+    def _out_of_scope(self, target: verdict.Target, holder: holders.Holder) -> str:
+        """Why the scope of this run does not reach this holder, or ``""`` if it does.
+
+        Every scope but ``everything`` needs proof; an unknown owner is nobody's to touch.
+        """
+        owner, scope = holder.owner, target.scope
+        if scope == "everything":
+            return ""
+        foreign = "foreign: it belongs to %s" % owner
+        if owner.kind == "unknown":
+            return "foreign: %s" % owner.evidence
+        if scope.startswith("job:"):
+            return "" if (owner.kind, owner.id) == ("slurm", scope[4:]) else foreign
         if target.vmid:
-            if holder.owner.kind == "lxc" and holder.owner.id == str(target.vmid):
-                return ""
-            if home is not None and home in holder.namespaces and home not in self.own_namespaces:
-                evidence = "PID namespace %d; it left the cgroup" % home
-                holder.owner = owners.Owner("lxc", str(target.vmid), evidence, by_namespace=True)
-                return ""
-            return "foreign: it belongs to %s" % holder.owner
+            return "" if (owner.kind, owner.id) == ("lxc", str(target.vmid)) else foreign
         own = self.own_owner
-        if holder.owner.kind == "unknown":
-            return "foreign: %s" % holder.owner.evidence
-        if holder.owner.fenced and (holder.owner.kind, holder.owner.id) != (own.kind, own.id):
-            return "foreign: it belongs to %s" % holder.owner
+        if owner.fenced and (owner.kind, owner.id) != (own.kind, own.id):
+            return foreign
+        if scope.startswith("user:") and holders.user_name(holder.uid) != scope[5:]:
+            return "foreign: it belongs to user %s" % holders.user_name(holder.uid)
         return ""
 
 
@@ -182,11 +201,18 @@ def _in_container() -> bool:
 class Work:
     """One target's part of a run: its reader, its readings and what comes of them."""
 
-    def __init__(self, node: Node, target: verdict.Target, session: nvidia_smi.Session) -> None:
+    def __init__(
+        self,
+        node: Node,
+        target: verdict.Target,
+        session: nvidia_smi.Session,
+        earlier: list[dict[str, Any]],
+    ) -> None:
         self.node = node
         self.target = target
         target.inside = node.in_container and not target.vmid
         self.session = session
+        self.earlier = earlier
         self.readings: list[nvidia_smi.Reading] = []
         self.view = verdict.View()
         self.scan: holders.Scan | None = None
@@ -226,7 +252,7 @@ class Work:
 
     def look(self, since: float) -> None:
         """Find the holders; look deeply if those found do not explain the memory in use."""
-        self.scan = self.node.look(since)
+        self.scan = self.node.look(since, deep=self.target.holders_only)
         self.view = self.node.view(self.target, self.scan)
         if not self.scan.deep and not self.problem() and self._unexplained():
             self.scan = self.node.look(since, deep=True)
@@ -234,7 +260,8 @@ class Work:
 
     def _unexplained(self) -> bool:
         return any(
-            not self.target.is_zero(gpu) and (not self.explained(gpu) or self.loose_mib(gpu))
+            not self.target.is_zero(gpu)
+            and (not self.explained(gpu) or (self.loose_mib(gpu) or 0) > DRIVERS_OWN_MIB)
             for gpu in self.wanted()
         )
 
@@ -262,13 +289,13 @@ class Work:
     def state(self) -> dict[str, Any]:
         """Look and read, and take the second reading too if it can prove something."""
         began = self.node.began
-        self.node.look(began)  # while nvidia-smi answers
+        self.node.look(began, self.target.holders_only)  # while nvidia-smi answers
         self.count_nodes()
         self.read()
         self.look(began)
         if self.all_zero() and not self.view.mine:
             self.read()
-        return self.result(verdict.judge(self.target, self.readings, self.view, self.nodes))
+        return self.result()
 
     def gpus(self) -> list[dict[str, Any]]:
         """The GPUs of the last reading with verdict and unattributed memory."""
@@ -280,8 +307,21 @@ class Work:
             rows.append(row)
         return rows
 
-    def result(self, judged: verdict.Verdict) -> dict[str, Any]:
+    def judge(self) -> verdict.Verdict:
+        """The verdict on what was read and seen last; who keeps coming back is named."""
+        judged = verdict.judge(self.target, self.readings, self.view, self.nodes)
+        returned = self.returned(1)
+        if judged.word == verdict.HELD and returned:
+            return verdict.restarted(returned[0], supervisor(returned[0]))
+        return judged
+
+    def returned(self, times: int) -> list[holders.Holder]:
+        """Those of mine that have come back at least so often after having been ended."""
+        return [holder for holder in self.view.mine if restarts(holder, self.earlier) >= times]
+
+    def result(self, judged: verdict.Verdict | None = None) -> dict[str, Any]:
         """Everything about this target as plain data."""
+        judged = judged or self.judge()
         return {
             "name": self.target.name,
             "verdict": judged.word,
@@ -289,6 +329,8 @@ class Work:
             "remedy": judged.remedy,
             "place": self.target.place,
             "inside": self.target.inside,
+            "scope": self.target.scope,
+            "holders_only": self.target.holders_only,
             "gpus": self.gpus(),
             "holders": [holder.as_dict() for holder in self.view.mine],
             "spared": [dict(holder.as_dict(), why=why) for holder, why in self.view.spared],
@@ -297,6 +339,8 @@ class Work:
             "changed": any(action["result"] == "sent" for action in self.actions),
             # Nothing left for a further rung: clean, hopeless, or nobody there to signal.
             "settled": judged.word != verdict.HELD or not self.view.mine,
+            # May become clean by itself: the driver is still releasing, or a server is ending.
+            "waiting": judged.word == verdict.HELD and not self.returned(1),
             "readings": len(self.readings),
             "timings": self.timings,
             "scan": {
@@ -307,30 +351,28 @@ class Work:
             "problems": self.node.problems,
         }
 
-    def release(self, rung: dict[str, Any], check: bool, planned: list[int]) -> dict[str, Any]:
+    def release(self, rung: dict[str, Any], check: bool) -> dict[str, Any]:
         """Climb one rung: choose, signal, and wait until clean or until waiting is pointless.
 
         :param rung: ``name``, ``select``, ``signal`` and ``wait`` (seconds).
         :param check: only say who would be signalled.
-        :param planned: in check mode, node PIDs that an earlier rung would have ended.
         """
         result = self.state()
         if result["verdict"] != verdict.HELD:
             return result
-        chosen = [holder for holder in self.choose(rung["select"]) if holder.pid not in planned]
+        done = {each["node_pid"] for each in self.earlier} if check else set()
+        left = [holder for holder in self.view.mine if holder.pid not in done]
+        chosen = [holder for holder in self.choose(rung["select"]) if holder in left]
         if check:
             self.actions = [action(holder, rung, "would be sent") for holder in chosen]
-            left = [
-                holder
-                for holder in self.view.mine
-                if holder not in chosen and holder.pid not in planned
-            ]
-            return dict(result, actions=self.actions, changed=bool(chosen), settled=not left)
+            settled = len(chosen) == len(left)
+            return dict(result, actions=self.actions, changed=bool(chosen), settled=settled)
+        if self.returned(RESTARTS):
+            return dict(result, settled=True)
         if not chosen:
             return result
         self.wait(self.signal_all(chosen, rung), rung)
-        judged = verdict.judge(self.target, self.readings, self.view, self.nodes)
-        return dict(self.result(judged), before=result["gpus"])
+        return dict(self.result(), before=result["gpus"])
 
     def choose(self, select: str) -> list[holders.Holder]:
         """The holders that a rung is about, out of those in scope and not protected."""
@@ -434,14 +476,47 @@ SELECTIONS: dict[str, Callable[[holders.Holder, set[int | None]], bool]] = {
 
 
 def action(holder: holders.Holder, rung: dict[str, Any], outcome: str) -> dict[str, Any]:
-    """What was done to whom, for the record."""
-    return dict(holder.as_dict(), rung=rung["name"], signal=rung["signal"], result=outcome)
+    """What was done to whom and when (clock ticks since boot), for the record."""
+    return dict(
+        holder.as_dict(),
+        rung=rung["name"],
+        signal=rung["signal"],
+        result=outcome,
+        at=holders.ticks_since_boot(),
+    )
+
+
+def restarts(holder: holders.Holder, earlier: list[dict[str, Any]]) -> int:
+    """On how many rungs before was the same command ended, only for this holder to start after?"""
+    return len(
+        {
+            each["rung"]
+            for each in earlier
+            if each["result"] == "sent"
+            and (each["name"], each["command"]) == (holder.name, holder.command)
+            and each["node_pid"] != holder.pid
+            and holder.start >= each["at"]
+        }
+    )
+
+
+def supervisor(holder: holders.Holder) -> str:
+    """Who starts it, and how to make that stop."""
+    if holder.owner.kind == "unit":
+        return "systemd; run systemctl stop %s" % holder.owner.id
+    if holder.owner.kind in ("docker", "podman"):
+        return "%s; run %s stop %s" % (holder.owner, holder.owner.kind, holder.owner.id[:12])
+    parent = holders.Holder(holder.ppid)
+    if holder.ppid <= 1 or not holders.describe(parent):
+        return "a supervisor that is not its parent"
+    return "%s (%s): %s" % (parent.name, verdict.pids(parent), parent.command)
 
 
 def run(
     request: dict[str, Any], sessions: dict[str, nvidia_smi.Session] | None = None
 ) -> dict[str, Any]:
-    """Serve one request: ``verb`` (state or release), ``targets``, and for release ``rung``.
+    """Serve one request: ``verb`` (state or release), ``targets``, ``earlier`` (by target, the
+    actions of this run so far), and for release ``rung`` and ``check``.
 
     :param sessions: readers that were started already, by target.
 
@@ -478,12 +553,11 @@ def run(
 def _serve(
     node: Node, target: verdict.Target, session: nvidia_smi.Session, request: dict[str, Any]
 ) -> dict[str, Any]:
-    work = Work(node, target, session)
+    work = Work(node, target, session, request["earlier"].get(target.name, []))
     try:
         if request["verb"] == "state":
             return work.state()
-        planned = request.get("planned", {}).get(target.name, [])
-        return work.release(request["rung"], bool(request.get("check")), planned)
+        return work.release(request["rung"], bool(request["check"]))
     except Exception as error:  # One target's failure must not take the others' answers along.
         reason = "internal error: %s: %s" % (type(error).__name__, error)
         return work.result(verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug"))
@@ -499,6 +573,7 @@ def _not_root(name: str) -> dict[str, Any]:
         "remedy": "set ansible_user: root or become: true",
         "changed": False,
         "settled": True,
+        "waiting": False,
         "actions": [],
         "gpus": [],
         "holders": [],

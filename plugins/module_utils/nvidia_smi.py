@@ -75,6 +75,8 @@ class Gpu:
         self.name = ""
         self.minor: int | None = None
         self.used_mib: int | None = None
+        # What the tool wrote, for the message when it is no number.
+        self.used_text = ""
         self.total_mib: int | None = None
         self.reserved_mib: int | None = None
         self.utilisation: int | None = None
@@ -88,17 +90,25 @@ class Gpu:
 
 
 class Reading:
-    """One answer of nvidia-smi about all GPUs, with everything wrong in it named."""
+    """One answer of nvidia-smi about all GPUs, with everything wrong in it named.
+
+    ``values_unknown`` names the memory values that are no numbers, in rows that are otherwise good.
+    """
 
     def __init__(self, gpus: list[Gpu], problems: list[str], exit_code: int | None = 0) -> None:
         self.gpus = gpus
         self.problems = problems
         self.exit_code = exit_code
+        self.values_unknown = [
+            "memory.used of GPU %d reads '%s'" % (gpu.index, gpu.used_text)
+            for gpu in gpus
+            if gpu.used_mib is None
+        ]
 
     @property
     def readable(self) -> bool:
-        """True only if every row was understood and there was at least one."""
-        return not self.problems and bool(self.gpus)
+        """True only if every row was understood, every value is known, and there is a row."""
+        return not self.problems and not self.values_unknown and bool(self.gpus)
 
 
 class App:
@@ -147,8 +157,6 @@ def parse_gpus(text: str, exit_code: int) -> Reading:
             problems.append("nvidia-smi printed a line that is no GPU: '%s'" % line.strip()[:200])
             continue
         gpu = gpu_from_row(index, values)
-        if gpu.used_mib is None:
-            problems.append("memory.used of GPU %d reads '%s'" % (index, values[3]))
         if any(gpu.index == other.index or gpu.uuid == other.uuid for other in gpus):
             problems.append("nvidia-smi lists GPU %d (%s) twice" % (index, gpu.uuid))
         gpus.append(gpu)
@@ -161,7 +169,7 @@ def gpu_from_row(index: int, values: list[str]) -> Gpu:
     """One row, already split, as a GPU."""
     gpu = Gpu(index, values[1])
     gpu.bus_id = values[2]
-    gpu.used_mib = number(values[3])
+    gpu.used_mib, gpu.used_text = number(values[3]), values[3]
     gpu.total_mib = number(values[4])
     gpu.reserved_mib = number(values[5])
     gpu.utilisation = number(values[6])

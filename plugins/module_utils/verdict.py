@@ -40,8 +40,10 @@ class Target:
         self.vmid = int(spec.get("vmid") or 0)
         self.expected_gpus = int(spec.get("expected_gpus") or 0)
         self.gpus = [str(gpu) for gpu in spec.get("gpus") or []]
-        self.baseline_mib = int(spec.get("baseline_mib") or 0)
+        self.baseline_mib = spec.get("baseline_mib") or 0
         self.protect = [str(name) for name in spec.get("protect") or []]
+        self.scope = str(spec.get("scope") or ("container" if self.vmid else "node"))
+        self.holders_only = bool(spec.get("holders_only"))
         self.smi_timeout = float(spec.get("smi_timeout") or 10)
         # Inside a container the memory of others is seen, but not the others.
         self.inside = False
@@ -53,12 +55,25 @@ class Target:
 
     def wants(self, gpu: nvidia_smi.Gpu) -> bool:
         """Is this GPU one of those to be looked at?"""
-        names = (str(gpu.index), gpu.uuid.lower(), short_bus(gpu.bus_id))
-        return not self.gpus or any(short_bus(wanted.lower()) in names for wanted in self.gpus)
+        return not self.gpus or any(is_called(gpu, name) for name in self.gpus)
+
+    def baseline(self, gpu: nvidia_smi.Gpu) -> int:
+        """MiB that this GPU may show when idle."""
+        if not isinstance(self.baseline_mib, dict):
+            return int(self.baseline_mib)
+        named = [int(mib) for name, mib in self.baseline_mib.items() if is_called(gpu, str(name))]
+        return named[0] if named else 0
 
     def is_zero(self, gpu: nvidia_smi.Gpu) -> bool:
-        """Read, and not above the declared baseline?"""
-        return gpu.used_mib is not None and gpu.used_mib <= self.baseline_mib
+        """Read, and not above the declared baseline? Where holders alone decide, always."""
+        if gpu.used_mib is None:
+            return self.holders_only
+        return gpu.used_mib <= self.baseline(gpu)
+
+
+def is_called(gpu: nvidia_smi.Gpu, name: str) -> bool:
+    """Is this the GPU's index, UUID or PCI address, in any notation?"""
+    return short_bus(name) in (str(gpu.index), gpu.uuid.lower(), short_bus(gpu.bus_id))
 
 
 def short_bus(bus_id: str) -> str:
@@ -138,8 +153,9 @@ def unreadable(target: Target, reading: nvidia_smi.Reading, nodes: int) -> str:
 
     :param nodes: how many GPUs the machine should have if the inventory does not say.
     """
-    if not reading.readable:
-        return reading.problems[0] if reading.problems else "nvidia-smi listed no GPU"
+    problems = reading.problems + ([] if target.holders_only else reading.values_unknown)
+    if problems or not reading.gpus:
+        return problems[0] if problems else "nvidia-smi listed no GPU"
     expected = target.expected_gpus or nodes
     if expected and len(reading.gpus) != expected:
         return "nvidia-smi lists %d GPUs where %d are expected" % (len(reading.gpus), expected)
@@ -151,7 +167,7 @@ def unreadable(target: Target, reading: nvidia_smi.Reading, nodes: int) -> str:
 
 def judge_gpu(target: Target, gpu: nvidia_smi.Gpu, view: View) -> str:
     """The verdict on one GPU."""
-    if gpu.used_mib is None:
+    if gpu.used_mib is None and not target.holders_only:
         return UNKNOWN
     zero = target.is_zero(gpu)
     held = view.holding(gpu.minor)
@@ -200,8 +216,14 @@ def judge(target: Target, readings: list[nvidia_smi.Reading], view: View, nodes:
 
 def clean_reason(target: Target, gpus: list[nvidia_smi.Gpu]) -> str:
     """What was proved, in one sentence."""
+    if any(gpu.used_mib is None for gpu in gpus):
+        return "nobody holds any of %d GPUs in two readings in %s; %s" % (
+            len(gpus),
+            target.place,
+            "their memory cannot be read there, as gpuops_holders_only declares",
+        )
     most = max(gpu.used_mib or 0 for gpu in gpus)
-    level = "0 MiB" if not most else "%d MiB or less (baseline %d)" % (most, target.baseline_mib)
+    level = "%d MiB or less, within the declared baseline" % most if most else "0 MiB"
     return "%d of %d GPUs at %s in two readings in %s, nobody holds them" % (
         len(gpus),
         len(gpus),
@@ -246,6 +268,15 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
         word,
         "%s, and no process holds it" % where,
         "wait for the driver to release it; if it stays, reset the GPU or reboot the node",
+    )
+
+
+def restarted(holder: holders.Holder, by: str) -> Verdict:
+    """What was ended has come back: what starts it has to be stopped instead."""
+    return Verdict(
+        HELD,
+        "%s came back after it was ended, started by %s" % (short(holder), by),
+        "stop that first",
     )
 
 

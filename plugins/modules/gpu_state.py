@@ -42,8 +42,10 @@ options:
         elements: str
         default: []
       baseline_mib:
-        description: MiB that an idle GPU of this target may show as used.
-        type: int
+        description:
+          - MiB that an idle GPU of this target may show as used - one number for all, or a dictionary
+            by index, UUID or PCI address.
+        type: raw
         default: 0
       protect:
         description:
@@ -52,10 +54,30 @@ options:
         type: list
         elements: str
         default: []
+      scope:
+        description:
+          - Whose processes may be touched. V(container) (of O(targets[].vmid)), V(node) (running
+            directly on the node), V(job:ID) (of that Slurm job), V(user:NAME) (of that user, directly
+            on the node), or V(everything), which still spares the protected. Empty is V(container) or
+            V(node), whichever the target is.
+        type: str
+        default: ""
+      holders_only:
+        description:
+          - The driver tells no memory on this machine (it prints V([N/A])), so holders alone decide. The
+            result says so.
+        type: bool
+        default: false
       smi_timeout:
         description: Seconds after which a call of nvidia-smi is abandoned.
         type: float
         default: 10.0
+  earlier:
+    description:
+      - For each target the actions of this run so far, to recognise a holder that is restarted each
+        time it is ended, and in check mode what would be ended already. The roles fill it in.
+    type: dict
+    default: {}
 attributes:
   check_mode:
     support: full

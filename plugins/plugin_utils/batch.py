@@ -120,6 +120,7 @@ class BatchAction(ActionBase):
         if "hosts" in answer:
             result["changed"] = any(host["changed"] for host in answer["hosts"].values())
             result["settled"] = all(host["settled"] for host in answer["hosts"].values())
+            result["waiting"] = any(host["waiting"] for host in answer["hosts"].values())
         return result
 
     def prepare(self, task_vars: dict[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,10 @@ def route(
         "vmid": vmid,
         "expected_gpus": whole(variables, "gpuops_expected_gpus", 0),
         "gpus": words(variables, "gpuops_gpus"),
-        "baseline_mib": whole(variables, "gpuops_baseline_mib", 0),
+        "baseline_mib": baseline(variables),
         "protect": words(variables, "gpuops_protect") + words(variables, "gpuops_protect_more"),
+        "scope": scope(variables, vmid),
+        "holders_only": flag(variables, "gpuops_holders_only"),
         "smi_timeout": seconds(variables, "gpuops_smi_timeout", 10.0),
     }
     check_verify(variables)
@@ -61,6 +63,46 @@ def route(
             f"gpuops_proxmox_host is '{carrier}', which is not in the inventory; add it there"
         )
     return {"route": "container", "acting": str(carrier), "target": target}
+
+
+def baseline(variables: Mapping[str, Any]) -> int | dict[str, int]:
+    """MiB that an idle GPU may show: one number, or one for each GPU that is named.
+
+    :raises RouteError: something in it is no whole number.
+    """
+    value = variables.get("gpuops_baseline_mib")
+    if isinstance(value, Mapping):
+        return {str(gpu): whole(value, gpu, 0) for gpu in value}
+    return whole(variables, "gpuops_baseline_mib", 0)
+
+
+def scope(variables: Mapping[str, Any], vmid: int) -> str:
+    """Whose processes may be touched.
+
+    :raises RouteError: it is none of the scopes, or not one of this kind of host.
+    """
+    value = str(variables.get("gpuops_scope") or ("container" if vmid else "node"))
+    kind, colon, name = value.partition(":")
+    known = {"everything": False, "container" if vmid else "node": False, "job": True}
+    if not vmid:
+        known["user"] = True
+    if known.get(kind) is not bool(name) or (colon and not name):
+        choices = ", ".join(f"{word}:NAME" if named else word for word, named in known.items())
+        raise RouteError(f"gpuops_scope is '{value}'; write one of {choices}")
+    return value
+
+
+def flag(variables: Mapping[str, Any], key: str) -> bool:
+    """A variable that is true or false.
+
+    :raises RouteError: it is neither.
+    """
+    value = variables.get(key, False)
+    if str(value).lower() in ("true", "yes", "1"):
+        return True
+    if str(value).lower() in ("false", "no", "0", "none", ""):
+        return False
+    raise RouteError(f"{key} is '{value}'; write true or false")
 
 
 def rungs(variables: Mapping[str, Any]) -> list[Any]:
