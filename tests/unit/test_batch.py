@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""One execution for a batch: what is sent really runs, and every host gets its own result back."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+from ansible.plugins.connection import local
+
+from ansible_collections.gpuops.gpu.plugins.action import gpu_release, gpu_state
+from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, node
+from ansible_collections.gpuops.gpu.plugins.plugin_utils import batch
+
+GPU = "0, GPU-1, 00000000:00:06.0, {}, 143771, 616, 0, 31, P0, 580.159.04, NVIDIA H200"
+CLEAN = f"""#!/bin/sh
+case $1 in
+  --query-gpu=*) echo '{GPU.format(0)}' ;;
+  -q) echo 'GPU UUID : GPU-1'; echo 'Minor Number : 0' ;;
+esac
+"""
+BROKEN = "#!/bin/sh\necho 'No devices were found'; exit 6\n"
+
+
+class Machine:
+    """A machine of its own: its processes are not seen by others, nor others by them.
+
+    Its nvidia-smi is a script of the test's, laid over /usr/local/sbin.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def tool(self, script: str) -> None:
+        (self.folder / "nvidia-smi").write_text(script, encoding="utf-8")
+        (self.folder / "nvidia-smi").chmod(0o755)
+
+    def run(
+        self, *command: str, text: str = "", cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        enter = 'mount --bind "$1" /usr/local/sbin && shift && exec "$@"'
+        unshare = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        return subprocess.run(
+            [*unshare, "sh", "-c", enter, "sh", str(self.folder), *command],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+            cwd=cwd,
+            env={**os.environ, **environment},
+        )
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path / "sbin")
+
+
+class Ran:
+    """What an action plugin ran on its machine, and what came back of it."""
+
+    def __init__(self, before: str = "", after: str = "", **answer: Any) -> None:
+        self.before, self.after, self.answer = before, after, answer
+        self.commands: list[str] = []
+        self.machine: Machine | None = None
+
+    def __call__(self, command: str, in_data: bytes) -> dict[str, Any]:
+        self.commands.append(command)
+        if self.machine is None:
+            return {"stdout": "", "stderr": "", "rc": 0, **self.answer}
+        script = f"{self.before}\n{command}\nrc=$?\n{self.after}\nexit $rc"
+        ran = self.machine.run("sh", "-c", script, text=in_data.decode())
+        return {"stdout": ran.stdout, "stderr": ran.stderr, "rc": ran.returncode}
+
+
+def action(kind: Any, args: dict[str, Any], ran: Ran | None = None, **task: Any) -> Any:
+    """An action plugin as Ansible would have made it, as far as these tests need one."""
+    made = kind.ActionModule.__new__(kind.ActionModule)
+    given = {"args": args, "check_mode": False, "async_val": 0, "delegate_to": None, **task}
+    made._task = SimpleNamespace(action="gpuops.gpu.gpu_state", **given)
+    made._connection = SimpleNamespace(has_pipelining=True)
+    made._templar = SimpleNamespace(template=lambda value: value)
+    made._low_level_execute_command = ran
+    return made
+
+
+def checked(spec: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with their defaults, as Ansible checks them before the module's work begins."""
+    found = ArgumentSpecValidator(spec).validate(given)
+    assert found.error_messages == []
+    validated: dict[str, Any] = found.validated_parameters
+    return validated
+
+
+TARGETS = checked(
+    arguments.STATE, {"targets": [{"name": "node1", "expected_gpus": 1}, {"name": "again"}]}
+)
+RELEASE = checked(
+    arguments.RELEASE,
+    {
+        "targets": [{"name": "node1"}],
+        "rung": {"name": "kill", "select": "devices", "signal": "KILL", "wait": 1},
+    },
+)
+
+
+def test_the_words_that_both_sides_must_agree_on() -> None:
+    assert batch.SENTINEL == node.SENTINEL
+    modules = {path.stem for path in batch.FOLDER.glob("*.py")} - {"__init__"}
+    # What the node does not need stays on the controller.
+    assert modules - {*batch.READERS, *batch.REST} == {"arguments"}
+
+
+def test_what_is_sent_is_plain_text_that_names_no_file() -> None:
+    text = batch.program({"verb": "state", "targets": [{"name": "Köln\n'\"\\{}%s"}]})
+    compile(text, "program", "exec")
+    assert str(batch.FOLDER) not in text
+
+
+@pytest.mark.parametrize(
+    ("script", "word", "reason"),
+    [
+        (CLEAN, "clean", "1 of 1 GPUs at 0 MiB in two readings in node1"),
+        (BROKEN, "unknown", "nvidia-smi failed with exit code 6: No devices were found"),
+        (CLEAN.replace(", 0, 143771", ", [N/A], 143771"), "unknown", "reads '[N/A]'"),
+    ],
+)
+def test_the_program_runs_and_answers(
+    machine: Machine, script: str, word: str, reason: str
+) -> None:
+    machine.tool(script)
+    ran = machine.run(
+        "/usr/bin/python3", "-IS", "-", text=batch.program({"verb": "state", **TARGETS})
+    )
+    assert (ran.stderr, ran.returncode) == ("", 0)
+    line = ran.stdout.splitlines()[-1]
+    assert line.startswith(batch.SENTINEL)
+    answer = json.loads(line[len(batch.SENTINEL) :])
+    assert set(answer) == {"results", "seconds"}
+    assert sorted(answer["results"]) == ["again", "node1"]
+    assert answer["results"]["node1"]["verdict"] == word
+    assert reason in answer["results"]["node1"]["reason"]
+
+
+def test_a_machine_without_the_tool_is_unknown(machine: Machine) -> None:
+    ran = Ran()
+    ran.machine = machine
+    answer = action(gpu_state, TARGETS, ran).execute(TARGETS, {})
+    assert ran.commands == ["/usr/bin/python3 -IS -"]
+    result = answer["hosts"]["node1"]
+    assert result["verdict"] == "unknown"
+    assert result["reason"] == "nvidia-smi is not installed there"
+    assert result["gpus"] == []
+
+
+def test_the_result_is_found_among_noise(machine: Machine) -> None:
+    machine.tool(CLEAN)
+    noise = "echo 'Welcome!'; echo 'gpuops-answer {old'; echo warning >&2"
+    ran = Ran(before=noise, after="echo 'Goodbye'; echo bye >&2")
+    ran.machine = machine
+    answer = action(gpu_state, TARGETS, ran).execute(TARGETS, {})
+    assert {name: host["verdict"] for name, host in answer["hosts"].items()} == {
+        "node1": "clean",
+        "again": "clean",
+    }
+
+
+def test_a_release_of_a_machine_that_is_clean_does_nothing(machine: Machine) -> None:
+    machine.tool(CLEAN)
+    ran = Ran()
+    ran.machine = machine
+    answer = action(gpu_release, RELEASE, ran).execute(RELEASE, {})
+    host = answer["hosts"]["node1"]
+    assert (host["verdict"], host["actions"], host["changed"]) == ("clean", [], False)
+    assert (host["rung"], host["earlier"]) == ("kill", [])
+
+
+@pytest.mark.parametrize(
+    ("ran", "message"),
+    [
+        ({"rc": 1, "stderr": "Traceback\nMemoryError\n"}, "(exit code 1): MemoryError"),
+        ({"rc": 0}, "(exit code 0): no output"),
+        ({"rc": 0, "stdout": "Welcome!\n"}, "(exit code 0): Welcome!"),
+        ({"rc": 0, "stdout": "x gpuops-answer {}\n"}, "gave no answer"),
+        ({"rc": 127, "stderr": "sh: 1: not found"}, "install python3 there"),
+    ],
+)
+def test_no_answer_is_a_failure_and_never_a_result(ran: dict[str, Any], message: str) -> None:
+    for delegate, who in ((None, "the host"), ("pve1", "pve1")):
+        made = action(gpu_state, TARGETS, Ran(**ran), delegate_to=delegate)
+        answer = made.execute(TARGETS, {})
+        assert answer["failed"] is True
+        assert "hosts" not in answer
+        assert answer["msg"].startswith(who)
+        assert message in answer["msg"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "delegate", "command"),
+    [
+        ({}, None, "/usr/bin/python3 -IS -"),
+        ({"ansible_python_interpreter": "/opt/my py/python3"}, None, "'/opt/my py/python3' -IS -"),
+        ({"ansible_python_interpreter": "auto_silent"}, None, "/usr/bin/python3 -IS -"),
+        ({"ansible_python_interpreter": "/controller's"}, "pve1", "/usr/bin/python3 -IS -"),
+        (
+            {"ansible_delegated_vars": {"pve1": {"ansible_python_interpreter": "/opt/python3"}}},
+            "pve1",
+            "/opt/python3 -IS -",
+        ),
+    ],
+)
+def test_the_python_of_the_acting_host(
+    variables: dict[str, Any], delegate: str | None, command: str
+) -> None:
+    ran = Ran()
+    action(gpu_state, TARGETS, ran, delegate_to=delegate).execute(TARGETS, variables)
+    assert ran.commands == [command]
+
+
+def test_check_mode_travels_with_the_release() -> None:
+    for check in (False, True):
+        made = action(gpu_release, RELEASE, check_mode=check)
+        assert made.request(RELEASE) == {"verb": "release", "check": check, **RELEASE}
+    assert action(gpu_state, TARGETS).request(TARGETS) == {"verb": "state", **TARGETS}
+
+
+def process(pid: int, name: str = "python3", **more: Any) -> dict[str, Any]:
+    return {
+        "pid": pid,
+        "node_pid": pid + 90000,
+        "name": name,
+        "owner": "lxc 129",
+        "gpus": [4],
+        **more,
+    }
+
+
+def done(pid: int, result: str = "sent", rung: str = "terminate") -> dict[str, Any]:
+    return process(pid, rung=rung, signal="TERM", result=result)
+
+
+def host(verdict: str, name: str = "ct129", **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "verdict": verdict,
+        "settled": verdict != "held",
+        "changed": False,
+        "before": [{"index": 4, "used_mib": 20480}],
+        "gpus": [{"index": 4, "used_mib": 0}],
+        "actions": [],
+        "holders": [],
+        "timings": {},
+        "rung": "terminate",
+        **more,
+    }
+
+
+def taken(batch_result: Any, kind: Any = gpu_release, name: str = "ct129") -> dict[str, Any]:
+    found: dict[str, Any] = action(kind, {}).take(batch_result, name)
+    return found
+
+
+def test_a_host_takes_its_own_reading_and_nobody_elses() -> None:
+    hosts = {"ct129": host("held"), "ct130": host("clean", "ct130"), "ct131": host("held", "ct131")}
+    for name, expected in hosts.items():
+        mine = taken({"hosts": hosts}, gpu_state, name)
+        assert (mine["name"], mine["verdict"]) == (name, expected["verdict"])
+        assert mine["siblings_held"] == ["ct129", "ct131"]
+    # What one takes is its own: changing it changes no other's.
+    assert "siblings_held" not in hosts["ct129"]
+
+
+@pytest.mark.parametrize("kind", [gpu_state, gpu_release])
+@pytest.mark.parametrize(
+    "result",
+    [{}, {"hosts": {}}, {"hosts": {"ct12": host("clean", "ct12")}}, {"results": []}],
+)
+def test_no_result_for_a_host_is_a_failure(kind: Any, result: Any) -> None:
+    mine = taken(result, kind)
+    assert mine["failed"] is True
+    assert mine["msg"]
+    assert "verdict" not in mine
+
+
+@pytest.mark.parametrize("kind", [gpu_state, gpu_release])
+def test_a_batch_that_failed_fails_each_of_its_hosts(kind: Any) -> None:
+    mine = taken({"failed": True, "msg": "pve1 gave no answer"}, kind)
+    assert (mine["failed"], mine["msg"]) == (True, "pve1 gave no answer")
+    mine = taken({"unreachable": True, "msg": "no route to host"}, kind)
+    assert (mine["unreachable"], mine["msg"]) == (True, "no route to host")
+    assert "verdict" not in mine
+
+
+def test_a_rung_that_failed_fails_only_those_it_was_climbed_for() -> None:
+    rounds = {
+        "results": [
+            {"hosts": {"ct129": host("held"), "ct130": host("clean", "ct130")}},
+            {"failed": True, "msg": "pve1 gave no answer"},
+        ]
+    }
+    assert taken(rounds)["failed"] is True
+    assert taken(rounds)["msg"] == "pve1 gave no answer"
+    assert taken(rounds, name="ct130")["verdict"] == "clean"
+
+
+def test_the_rounds_of_a_host_become_one_result() -> None:
+    first = host(
+        "held",
+        changed=True,
+        holders=[process(7), process(8, "sglang::schedul")],
+        actions=[done(7), done(8)],
+        gpus=[{"index": 4, "used_mib": 500}],
+    )
+    second = host(
+        "clean",
+        rung="kill",
+        before=[{"index": 4, "used_mib": 500}],
+        actions=[done(8, rung="kill")],
+        timings={"zero": 0.4, "second_zero": 0.5},
+    )
+    other = host("clean", "ct130")
+    mine = taken(
+        {"results": [{"hosts": {"ct129": first, "ct130": other}}, {"hosts": {"ct129": second}}]}
+    )
+    assert (mine["name"], mine["verdict"], mine["changed"]) == ("ct129", "clean", True)
+    assert mine["before"] == first["before"]
+    assert mine["gpus"] == second["gpus"]
+    assert [(each["rung"], each["pid"]) for each in mine["actions"]] == [
+        ("terminate", 7),
+        ("terminate", 8),
+        ("kill", 8),
+    ]
+    assert [(each["name"], each["verdict"], each["signalled"]) for each in mine["rungs"]] == [
+        ("terminate", "held", 2),
+        ("kill", "clean", 1),
+    ]
+    assert mine["rungs"][1]["timings"] == second["timings"]
+    assert mine["diff"]["before"] == (
+        "90007 python3 (lxc 129) on GPU 4\n90008 sglang::schedul (lxc 129) on GPU 4\n"
+    )
+    assert mine["diff"]["after"] == ""
+    alone = taken({"results": [{"hosts": {"ct129": first, "ct130": other}}]}, name="ct130")
+    assert (alone["changed"], alone["actions"], len(alone["rungs"])) == (False, [], 1)
+
+
+def test_the_diff_of_check_mode_leaves_out_who_would_be_ended() -> None:
+    planned = host(
+        "held", holders=[process(7), process(8)], actions=[done(7, "would be sent")], changed=True
+    )
+    mine = taken({"hosts": {"ct129": planned}})
+    assert mine["changed"] is True
+    assert mine["diff"]["before"].count("\n") == 2
+    assert mine["diff"]["after"] == "90008 python3 (lxc 129) on GPU 4\n"
+
+
+def test_a_rung_is_climbed_only_for_those_who_are_not_settled() -> None:
+    args = {**RELEASE, "targets": [{"name": "ct129"}, {"name": "ct130"}, {"name": "ct131"}]}
+    after = {
+        "hosts": {
+            "ct129": host("held", actions=[done(7)], earlier=[done(1)]),
+            "ct130": host("clean", "ct130", actions=[done(8)]),
+        }
+    }
+    for check in (False, True):
+        prepared = action(gpu_release, {**args, "after": after}, check_mode=check).prepare({})
+        assert "after" not in prepared
+        assert prepared["targets"] == [{"name": "ct129"}]
+        assert prepared["earlier"] == {"ct129": [done(1), done(7)]}
+    assert action(gpu_release, args).prepare({})["targets"] == args["targets"]
+    # After a step that brought nothing there is nobody known to be held.
+    assert action(gpu_release, {**args, "after": {"failed": True}}).prepare({})["targets"] == []
+
+
+PLAY = """
+- hosts: all
+  gather_facts: false
+  vars:
+    ansible_python_interpreter: /usr/bin/python3
+    targets: [{name: node1, expected_gpus: 1}, {name: node2, gpus: [0]}]
+  tasks:
+    - gpuops.gpu.gpu_state:
+        targets: "{{ targets }}"
+      register: state
+    - gpuops.gpu.gpu_release:
+        targets: "{{ targets }}"
+        rung: {name: kill, select: devices, signal: KILL, wait: 1}
+      register: release
+    - ansible.builtin.debug:
+        msg: "{{ {inventory_hostname: {'state': state, 'release': release}} | to_json }}"
+"""
+
+
+def shape(value: Any, at: str = "") -> Any:
+    """The names and types in a result, with what differs between two runs left out."""
+    if isinstance(value, dict):
+        return {key: shape(each, key) for key, each in sorted(value.items())}
+    if isinstance(value, list):
+        return [shape(each, at) for each in value]
+    return type(value).__name__ if at in ("seconds", "processes") else value
+
+
+def test_the_fast_path_and_the_plain_module_agree(
+    machine: Machine, tmp_path: Path, root: Path
+) -> None:
+    """The same tasks over Ansible's local connection, and over one that cannot pipeline."""
+    machine.tool(CLEAN)
+    source = inspect.getsource(local)
+    plain = source.replace("has_pipelining = True", "has_pipelining = False")
+    assert plain != source
+    (tmp_path / "plain.py").write_text(plain.replace("'local'", "'plain'"), encoding="utf-8")
+    (tmp_path / "play.yml").write_text(PLAY, encoding="utf-8")
+    (tmp_path / "hosts.yml").write_text(
+        json.dumps(
+            {
+                "all": {
+                    "hosts": {
+                        "fast": {"ansible_connection": "local"},
+                        "plain": {"ansible_connection": "plain"},
+                    }
+                }
+            }
+        ),
+        encoding="utf-8",
+    )
+    ran = machine.run(
+        str(Path(sys.executable).parent / "ansible-playbook"),
+        "-i",
+        "hosts.yml",
+        "play.yml",
+        cwd=tmp_path,
+        ANSIBLE_COLLECTIONS_PATH=str(root / "collections"),
+        ANSIBLE_CONNECTION_PLUGINS=str(tmp_path),
+        ANSIBLE_HOME=str(tmp_path / "home"),
+        ANSIBLE_REMOTE_TMP=str(tmp_path / "remote"),
+        ANSIBLE_NOCOLOR="1",
+        ANSIBLE_CALLBACK_RESULT_FORMAT="json",
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    results: dict[str, Any] = {}
+    for line in re.findall(r'"msg": (".*")$', ran.stdout, re.MULTILINE):
+        results.update(json.loads(json.loads(line)))
+    assert set(results) == {"fast", "plain"}
+    for result in results.values():
+        for verb in ("state", "release"):
+            hosts = result[verb]["hosts"]
+            assert {name: each["verdict"] for name, each in hosts.items()} == {
+                "node1": "clean",
+                "node2": "clean",
+            }
+            assert result[verb]["changed"] is False
+    # Only the plain module was shipped by Ansible, which leaves its trace in the result.
+    assert "invocation" not in results["fast"]["state"]
+    assert shape(results["fast"]["state"]["hosts"]) == shape(results["plain"]["state"]["hosts"])
+    assert shape(results["fast"]["release"]["hosts"]) == shape(results["plain"]["release"]["hosts"])
+    assert isinstance(results["plain"]["state"]["seconds"], float)
