@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+RUN_HELP = """usage: python -m tests.lab run -- COMMAND...
+
+Run a command in the lab's network, with its host names, keys and inventory.
+Input, output, signals and exit code are the command's own."""
+
 
 def run_directly(arguments: list[str]) -> None:
     """`run` becomes its command at once, without loading the rest of the lab."""
@@ -12,14 +17,11 @@ def run_directly(arguments: list[str]) -> None:
     script = f"/run/gpuops-lab/{name}/run"
     command = arguments[1:] if arguments[:1] == ["--"] else arguments
     if not command or command[0] in ("-h", "--help"):
-        print("usage: python -m tests.lab run -- COMMAND...\n\nRun a command in the lab's network,"
-              " with its host names, keys and inventory.\nInput, output, signals and exit code are"
-              " the command's own.")  # fmt: skip
+        print(RUN_HELP)
         sys.exit(0 if command else 2)
-    try:
-        os.execv(script, [script, *command])
-    except OSError:
-        sys.exit(f"lab {name} is not up (python -m tests.lab up)")
+    if not os.path.exists(script):
+        sys.exit(f"lab: lab {name} is not up (python -m tests.lab up)")
+    os.execv("/bin/sh", ["sh", script, *command])  # /run may be mounted noexec
 
 
 if __name__ == "__main__":

@@ -6,16 +6,24 @@ import argparse
 import json
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from .lab import FAULTS, KINDS, Lab
 from .plan import LabError
 from .smi import error_names
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where to read more."""
+        self.exit(2, f"lab: {message} ({self.prog} --help)\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """All verbs and their options."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m tests.lab",
         description="GPU machines from real parts; only the NVIDIA driver is simulated.",
         epilog="GPUOPS_LAB=NAME chooses one of several labs on one machine (default: lab).",
@@ -85,7 +93,8 @@ def parser() -> argparse.ArgumentParser:
     hold.add_argument(
         "--cgroup",
         metavar="PATH",
-        help="run in that cgroup below the host's own root, e.g. system.slice/vllm.service",
+        help="run in that cgroup below the host's own root, e.g. system.slice/vllm.service;"
+        " with a leading / below the Proxmox host's (an escape, for a container)",
     )
     drop = verb("drop", "End holders, also stopped and unkillable ones, and wait for their end.")
     drop.add_argument("which", nargs="?", default="all", metavar="ID|HOST|all")

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from .plan import (
     parse_gpus,
 )
 
+# There when a lab had to make ~/.ssh, as a place to mount its own on; the last lab removes it.
+MADE_SSH = STATE_ROOT / ".made-ssh-directory"
 REPOSITORY = Path(__file__).parents[2]
 KINDS = (
     "plain",
@@ -102,6 +105,15 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 def listening(init: int) -> bool:
     """Whether the host or container with that process 1 has its sshd ready."""
     return bool(init) and Path(f"/proc/{init}/root/run/sshd.pid").exists()
+
+
+def make_directory(path: Path) -> bool:
+    """mkdir -p; False when another lab's end removed a parent meanwhile."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def in_host(init: int, cgroup: Path, body: Callable[[], int]) -> int:
@@ -301,6 +313,10 @@ class Lab:
         started = time.monotonic()
         with self.locked():
             self.clean()
+            if MADE_SSH.exists() and not any(path.is_dir() for path in STATE_ROOT.iterdir()):
+                with contextlib.suppress(OSError):  # somebody put something there: leave it
+                    (Path.home() / ".ssh").rmdir()
+                MADE_SSH.unlink()
             self.paths.lock.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             STATE_ROOT.rmdir()
@@ -337,18 +353,14 @@ class Lab:
             point = line.split()[4]
             if Path(point).is_relative_to(self.paths.state):
                 linux.umount(point)
-        made_ssh = (self.paths.state / "made-ssh-directory").exists()
         shutil.rmtree(self.paths.state)
-        if made_ssh and not any(STATE_ROOT.glob("*/netns")):
-            with contextlib.suppress(OSError):
-                (Path.home() / ".ssh").rmdir()
 
     def build(self, plan: Plan) -> None:
         """Make everything, in an order that lets the slow parts overlap."""
         paths = self.paths
         # The cgroup first: whatever happens later, it is how `down` finds the processes.
         for name in ("controller", "helpers", "drivers"):
-            (paths.cgroup / name).mkdir(parents=True)
+            wait_until(partial(make_directory, paths.cgroup / name), 1, "a cgroup")
         self.write_state(plan)
         for host in plan.hosts:
             self.start_driver(host, plan.delay_ms)
@@ -390,7 +402,7 @@ class Lab:
         home = Path.home()
         if not (home / ".ssh").exists():
             (home / ".ssh").mkdir(mode=0o700)
-            (state / "made-ssh-directory").touch()
+            MADE_SSH.touch()
         script = RUN_SCRIPT.format(cgroup=self.paths.cgroup, name=self.name, state=state, home=home)
         node.write(state / "run", script, 0o755)
         for host in plan.hosts:
@@ -679,15 +691,18 @@ class Lab:
         spec["stuck_file"] = f"{point}/file"
         namespace = os.open(f"/proc/{init}/ns/mnt", os.O_RDONLY)
         helpers = str(self.paths.cgroup / "helpers")
+        log = (self.paths.host(host) / "stuck.log").open("a")
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.lab.stuck", str(namespace), point, helpers],
             pass_fds=[namespace],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            stderr=log,  # not ours: who waits for our output to end would wait for this server
             cwd=REPOSITORY,
             start_new_session=True,
         )
         os.close(namespace)
+        log.close()
         assert server.stdout
         if not server.stdout.readline():
             raise LabError("cannot mount the file system that never answers")
@@ -699,12 +714,7 @@ class Lab:
         self, host: str, init: int, spec: dict[str, Any], respawn: int, cgroup: str | None
     ) -> int:
         """Start a holder, detached, inside the host; returns the descriptor it reports on."""
-        container = self.plan().container(host)
-        if container:
-            place = self.paths.ct_cgroup(container) / (cgroup or "")
-        else:
-            place = self.paths.host_cgroup(self.plan().host(host).name)
-            place = place / (cgroup or "user.slice/user-0.slice/session-1.scope")
+        place = self.holder_cgroup(host, cgroup)
         place.mkdir(parents=True, exist_ok=True)
         read, write = os.pipe()
         spec["report_fd"] = write
@@ -742,6 +752,17 @@ class Lab:
             os.close(read)
             raise LabError(f"cannot start a process in {host}")
         return read
+
+    def holder_cgroup(self, host: str, wanted: str | None) -> Path:
+        """Where a holder runs: below the container's or host's root, or with a leading / below
+        the Proxmox host's root, which for a container is an escape from its cgroup."""
+        if wanted and ".." in wanted.split("/"):
+            raise LabError(f"--cgroup {wanted}: no .. in it")
+        root = self.paths.host_cgroup(self.plan().host(host).name)
+        container = self.plan().container(host)
+        if container and not (wanted or "").startswith("/"):
+            return self.paths.ct_cgroup(container) / (wanted or "")
+        return root / (wanted or "user.slice/user-0.slice/session-1.scope").lstrip("/")
 
     def await_holder(self, kind: str, fd: int) -> dict[str, Any]:
         """Wait until a holder reports, and is in the state its kind is about."""
@@ -863,13 +884,18 @@ class Lab:
     # --- hosts and containers ---
 
     def stop(self, name: str) -> dict[str, Any]:
-        """Stop a container."""
+        """Stop a container at once; LabError after 5 s when something in it cannot be killed."""
         container = self.need_container(name)
+        self.running_init(name)
         init = self.running_init(container.host)
-        argv = ["lxc-stop", "-n", str(container.vmid), "-k"]
         cgroup = self.paths.host_cgroup(container.host)
-        if in_host(init, cgroup, lambda: subprocess.run(argv, check=False).returncode):
-            raise LabError(f"lxc-stop {container.vmid} failed")
+
+        def body() -> int:
+            argv = ["timeout", "-s", "KILL", "5", "lxc-stop", "-n", str(container.vmid), "-k"]
+            return subprocess.run(argv, stderr=subprocess.DEVNULL, check=False).returncode & 255
+
+        if in_host(init, cgroup, body):
+            raise LabError(f"{name} does not stop; is something in it that cannot be killed?")
         return {"stopped": name}
 
     def start(self, name: str) -> dict[str, Any]:
@@ -935,7 +961,7 @@ class Lab:
         script = self.paths.state / "run"
         if not script.exists():
             raise LabError(f"lab {self.name} is not up (python -m tests.lab up)")
-        return [str(script), *argv]
+        return ["/bin/sh", str(script), *argv]  # /run may be mounted noexec
 
     def run(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
         """subprocess.run in the lab's network, with its names, keys and inventory."""

@@ -270,6 +270,13 @@ def test_user_name_and_cgroup(lab: Lab) -> None:
     assert "0::/system.slice/vllm.service\n" in cgroup
 
 
+def test_a_container_process_can_escape_its_cgroup(lab: Lab) -> None:
+    holder = lab.hold("ct129", gpus="0", cgroup="/system.slice/escaped.service")
+    cgroup = sh(lab, "pve1", f"cat /proc/{holder['node_pid']}/cgroup")
+    assert "0::/system.slice/escaped.service\n" in cgroup
+    assert fuser(lab, "ct129", 0) == [holder["pid"]]
+
+
 # --- the driver ---
 
 
