@@ -76,8 +76,8 @@ demo: setup ## watch a reset in the lab, from held to clean
 bench: setup ## measure against the typed one-liner, in the lab
 	$(BIN)/python -m tests.bench
 
-gpu-test: setup ## tests on a real NVIDIA GPU
-	$(BIN)/pytest tests/gpu $(PYTEST_ARGS)
+gpu-test: ## tests on a real NVIDIA GPU (root, idle GPU, no network); writes docs/real-gpu.md
+	bash tests/gpu/run.sh $(PYTEST_ARGS)
 
 docs: setup ## print the documentation of every module and role
 	@$(call document,$(BIN)/ansible-doc -t $$kind $$name)

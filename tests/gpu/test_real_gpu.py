@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The product on a real GPU, one state that operators meet after the other.
+
+The playbook is run as they run it. What nvidia-smi says afterwards decides, and a stopwatch that
+reads NVML in a process of its own says how long the driver itself took.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import parts, report
+from tests.gpu.parts import Bench, Process
+
+# At most this many times the driver's own time may pass before the second reading of zero.
+MOST_RATIO = 3.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One state of the GPU, and what must come of it.
+
+    ``setup`` returns those that must be ended and those that must survive; ``rung`` is the last one
+    climbed, or several of which any will do.
+    """
+
+    name: str
+    setup: Callable[[Bench], tuple[list[Process], list[Process]]]
+    rung: str
+    host: str = "gpu1"
+    verdict: str = "clean"
+    inside: int = 0
+    more: tuple[str, ...] = ()
+    says: str = ""
+    least_mib: int = 1
+
+
+def holds(
+    kind: str, gib: float = 1.0, count: int = 1, vmid: int = 0
+) -> Callable[[Bench], tuple[list[Process], list[Process]]]:
+    """Holders of one kind, all to be ended."""
+
+    def setup(bench: Bench) -> tuple[list[Process], list[Process]]:
+        victims = [bench.start(kind, gib, vmid=vmid, wait=False) for _ in range(count)]
+        for victim in victims:
+            bench.settle(victim, vmid)
+        return victims, []
+
+    return setup
+
+
+def importer(bench: Bench) -> tuple[list[Process], list[Process]]:
+    """The exporter has died; whoever has mapped its memory keeps it."""
+    exporter = bench.start("ipc-exporter", 20)
+    left = bench.start("ipc-importer", environment={"CUDA_HOLDER_IPC": exporter.ready})
+    exporter.end()
+    return [left], []
+
+
+def exporter_and_importer(bench: Bench) -> tuple[list[Process], list[Process]]:
+    """Both alive."""
+    exporter = bench.start("ipc-exporter", 8)
+    return [
+        exporter,
+        bench.start("ipc-importer", environment={"CUDA_HOLDER_IPC": exporter.ready}),
+    ], []
+
+
+def only_neighbours(bench: Bench) -> tuple[list[Process], list[Process]]:
+    """A holder in container 130."""
+    return [], [bench.start("plain", 2, vmid=130)]
+
+
+def mine_and_neighbours(bench: Bench) -> tuple[list[Process], list[Process]]:
+    """Holders in 129 and in 130."""
+    return [bench.start("plain", 4, vmid=129)], [bench.start("plain", 2, vmid=130)]
+
+
+def nobody(bench: Bench) -> tuple[list[Process], list[Process]]:
+    """The monitors are there as always, and nobody else."""
+    return [], []
+
+
+def pytorch(bench: Bench) -> tuple[list[Process], list[Process]]:
+    """A tensor of 8 GiB, and a matrix product before, as a server's warm-up."""
+    ready = bench.ready_file()
+    code = (
+        "import os, sys, time, torch\n"
+        "kept = torch.zeros(2 << 30, dtype=torch.float32, device='cuda')\n"
+        "x = torch.rand(2048, 2048, device='cuda'); (x @ x).sum().item()\n"
+        "open(sys.argv[1] + '.part', 'w').write(str(os.getpid()))\n"
+        "os.rename(sys.argv[1] + '.part', sys.argv[1])\n"
+        "time.sleep(3600)\n"
+    )
+    argv = [sys.executable, "-c", code, str(ready)]
+    return [bench.launch("PyTorch, 8 GiB", argv, ready)], []
+
+
+SCENARIOS = [
+    Scenario("plain, 1 GiB", holds("plain", 1), "terminate"),
+    Scenario("plain, 20 GiB", holds("plain", 20), "terminate"),
+    Scenario("plain, 130 GiB", holds("plain", 130), "terminate", least_mib=130 << 10),
+    Scenario(
+        "plain, 20 GiB, profile now", holds("plain", 20), "kill", more=("-e", "gpuops_profile=now")
+    ),
+    Scenario("eight processes, 2 GiB each", holds("plain", 2, 8), "terminate", least_mib=16 << 10),
+    Scenario("ignores TERM, 8 GiB", holds("ignore-term", 8), "kill"),
+    Scenario("stopped, 8 GiB", holds("stopped", 8), "kill"),
+    Scenario("orphan under another name, 8 GiB", holds("orphan", 8), "terminate"),
+    Scenario("main thread dead, 8 GiB", holds("dead-main", 8), "terminate"),
+    Scenario("descriptors closed, mapped, 8 GiB", holds("mapped-only", 8), "terminate/targeted"),
+    Scenario("IPC importer, exporter dead, 20 GiB", importer, "terminate", least_mib=20 << 10),
+    Scenario("IPC exporter and importer, 8 GiB", exporter_and_importer, "terminate"),
+    Scenario("busy at 100 %, 8 GiB", holds("busy", 8), "terminate"),
+    Scenario("PyTorch, 8 GiB", pytorch, "terminate"),
+    Scenario("device only opened, 0 MiB", holds("open-only"), "fuser", least_mib=0),
+    Scenario(
+        "container 129, from the host", holds("plain", 8, vmid=129), "terminate", host="ct129"
+    ),
+    Scenario(
+        "container 129, mapped only, from the host",
+        holds("mapped-only", 8, vmid=129),
+        "terminate/targeted",
+        host="ct129",
+    ),
+    Scenario("container 129, from inside", holds("plain", 8, vmid=129), "terminate", inside=129),
+    Scenario(
+        "neighbour 130 only, for 129 from the host",
+        only_neighbours,
+        "",
+        host="ct129",
+        verdict="blocked",
+        says="lxc 130",
+    ),
+    Scenario(
+        "129 and neighbour 130, for 129 from the host",
+        mine_and_neighbours,
+        "terminate",
+        host="ct129",
+        verdict="blocked",
+        says="lxc 130",
+    ),
+    Scenario(
+        "neighbour 130 only, from inside 129",
+        only_neighbours,
+        "",
+        inside=129,
+        verdict="blocked",
+        says="no process visible in this container",
+    ),
+    Scenario(
+        "container 130, for the bare node",
+        only_neighbours,
+        "",
+        verdict="blocked",
+        says="lxc 130",
+    ),
+    Scenario("monitors only, 0 MiB", nobody, "", least_mib=0),
+]
+
+
+def judge(
+    scenario: Scenario,
+    figures: report.Figures,
+    watcher: parts.Watcher,
+    bystanders: list[Process],
+    victims: list[Process],
+    survivors: list[Process],
+    folder: Path,
+) -> None:
+    """Run the playbook, keep the figures, then compare with what must come of it."""
+    used, _ = parts.truth()
+    assert used[0] >= scenario.least_mib, f"the scenario holds only {used[0]} MiB"
+    seen = parts.look(129 if scenario.host == "ct129" else 0)
+    watcher.watch(victims)
+    vmid = scenario.inside
+    played = parts.play(
+        scenario.host if not vmid else "gpu1", *scenario.more, vmid=vmid, folder=folder
+    )
+    used_after, apps_after = parts.truth()
+    harmed = [each.label for each in bystanders + survivors if not each.alive]
+    row = report.Row(scenario.name, played, seen, used[0], used_after[0], apps_after)
+    row.measure(watcher, victims)
+    row.harmed = harmed
+    row.left = [each.label for each in victims if each.alive]
+    row.expected = scenario.verdict
+    figures.rows.append(row)
+    assert row.verdict == scenario.verdict, f"{row.verdict}: {row.reason}\n{played.output}"
+    assert not row.false_clean, f"clean, but nvidia-smi says {used_after} {apps_after}"
+    assert not harmed, f"harmed: {harmed}\n{played.output}"
+    assert not row.left, f"still alive: {row.left}\n{played.output}"
+    assert (played.exit_code == 0) == (scenario.verdict == "clean"), played.output
+    assert row.rung in scenario.rung.split("/"), f"ended at rung '{row.rung}'\n{played.output}"
+    assert scenario.says in row.reason, row.reason
+    assert not row.readers_seen, f"our own reader in the result: {row.readers_seen}"
+    if scenario.verdict == "clean" and row.ratio is not None:
+        assert row.ratio <= MOST_RATIO, f"{row.second_zero} s against {row.driver_seconds} s"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
+def test_scenario(
+    scenario: Scenario,
+    bench: Bench,
+    figures: report.Figures,
+    watcher: parts.Watcher,
+    bystanders: list[Process],
+    folder: Path,
+) -> None:
+    """From this state to the verdict that is due, and nobody else harmed."""
+    victims, survivors = scenario.setup(bench)
+    judge(scenario, figures, watcher, bystanders, victims, survivors, folder)
+
+
+@pytest.mark.parametrize("quit_first", [False, True], ids=["without quit", "with quit"])
+def test_mps(
+    quit_first: bool,
+    bench: Bench,
+    figures: report.Figures,
+    watcher: parts.Watcher,
+    bystanders: list[Process],
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    """MPS keeps memory of its own until it is told to quit; it is named and never signalled."""
+    mps = parts.Mps(tmp_path)
+    try:
+        mps.start()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"not run: MPS cannot be started here: {error}")
+    try:
+        client = bench.start("plain", 4, environment=mps.environment)
+        service = parts.wait_for("MPS runs", lambda: len(found := mps.find()) > 1 and found)
+        if quit_first:
+            # Its server waits for its client and then goes.
+            client.end()
+            mps.quit()
+            parts.wait_for("MPS has quit", lambda: not mps.find(), 15)
+            scenario = Scenario("MPS, after quit", nobody, "", least_mib=0)
+            judge(scenario, figures, watcher, bystanders, [], [], folder)
+            return
+        scenario = Scenario(
+            "MPS with a client, 4 GiB, without quit",
+            nobody,
+            "terminate",
+            verdict="blocked",
+            says="nvidia-cuda-mps",
+        )
+        judge(scenario, figures, watcher, bystanders, [client], service, folder)
+    finally:
+        mps.close()
+
+
+def test_check_mode_touches_nobody(
+    bench: Bench,
+    figures: report.Figures,
+    watcher: parts.Watcher,
+    bystanders: list[Process],
+    folder: Path,
+) -> None:
+    """It names exactly whom it would signal, and all live on."""
+    victim = bench.start("plain", 2)
+    played = parts.play("gpu1", "--check", "--diff", folder=folder)
+    actions = played.release["actions"]
+    assert [(each["node_pid"], each["result"]) for each in actions] == [
+        (victim.pid, "would be sent")
+    ]
+    assert all(each.alive for each in [victim, *bystanders])
+
+
+def test_the_node_program_directly(
+    bench: Bench, figures: report.Figures, watcher: parts.Watcher, bystanders: list[Process]
+) -> None:
+    """Without Ansible: one rung, sent to one Python over standard input."""
+    victim = bench.start("plain", 20)
+    watcher.watch([victim])
+    rung = {"name": "kill", "select": "workloads", "signal": "KILL", "wait": 30}
+    began = time.monotonic()
+    answer = parts.node_program("release", {"targets": [parts.target()], "rung": rung})
+    seconds = time.monotonic() - began
+    used, apps = parts.truth()
+    result = answer["results"]["direct"]
+    figures.direct = {
+        "seconds": seconds,
+        "second_zero": result["timings"].get("second_zero"),
+        "driver": (watcher.zero_after(began) or 0) - watcher.dying[victim.pid],
+        "scan": result["scan"],
+    }
+    assert result["verdict"] == "clean", result["reason"]
+    assert used == [0] and not apps and not victim.alive
+    assert all(each.alive for each in bystanders)
+
+
+def test_who_is_who(bench: Bench, figures: report.Figures, bystanders: list[Process]) -> None:
+    """What the scan sees of each kind, and whether it takes it for one that computes."""
+    kinds = ["plain", "busy", "dead-main", "mapped-only", "nvml", "open-only"]
+    for kind in kinds:
+        process = bench.start(kind, 1, name=f"kind-{kind}")
+        seen = parts.look()
+        row = next((each for each in seen["holders"] if each["node_pid"] == process.pid), None)
+        figures.kinds[kind] = dict(row or {}, workload=bool(row and parts.is_workload(row)))
+        figures.kinds[kind]["files"] = report.device_files(process.pid)
+        figures.kinds[kind]["deep"] = seen["scan"]["deep"]
+        process.end()
+    assert all(figures.kinds[kind].get("evidence") for kind in kinds)
+    for kind in ("plain", "busy", "dead-main"):
+        assert figures.kinds[kind]["workload"], kind
+    assert not figures.kinds["nvml"]["workload"]
+    assert not figures.kinds["open-only"]["workload"]
+
+
+def test_how_fast_the_tool_reads(
+    bench: Bench, figures: report.Figures, watcher: parts.Watcher, bystanders: list[Process]
+) -> None:
+    """One process per reading against one process that loops, timed against NVML."""
+    figures.reader = report.reader_speed(bench, watcher)
+    assert figures.reader["loop"]["flushes_each_line"]
+
+
+def test_driver_files(figures: report.Figures, bystanders: list[Process]) -> None:
+    """The driver's own list of minor numbers agrees with the tool's."""
+    from ansible_collections.gpuops.gpu.plugins.module_utils import nvidia_smi
+
+    text = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, check=True).stdout
+    tool, files = nvidia_smi.parse_minors(text), nvidia_smi.minors_from_proc()
+    figures.minors = {"nvidia-smi -q": tool, "/proc/driver/nvidia/gpus": files}
+    assert tool
+    assert files in ({}, tool), "the driver's files and nvidia-smi -q disagree"
+
+
+def test_nothing_is_left_of_us(bystanders: list[Process], figures: report.Figures) -> None:
+    """The settings of the GPU are as they were found."""
+    assert figures.settings() == figures.settings_before
+    assert os.environ.get("CUDA_MPS_PIPE_DIRECTORY") is None
