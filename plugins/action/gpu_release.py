@@ -53,13 +53,20 @@ class ActionModule(BatchAction):
             {
                 "name": each["rung"],
                 "verdict": each["verdict"],
-                "signalled": len(each["actions"]),
+                "signalled": sum(
+                    action["result"] in ("sent", "would be sent") for action in each["actions"]
+                ),
                 "timings": each["timings"],
             }
             for each in rounds
         ]
         merged["record"] = [_sentence(action) for action in merged["actions"]]
-        gone = {action["node_pid"] for action in merged["actions"]}
+        # In check mode they are all still there; the diff shows what would be.
+        gone = {
+            action["node_pid"]
+            for action in merged["actions"]
+            if action["result"] == "would be sent"
+        }
         held = [_line(holder) for holder in rounds[0]["holders"]]
         left = [_line(holder) for holder in rounds[-1]["holders"] if holder["node_pid"] not in gone]
         merged["diff"] = {

@@ -49,8 +49,23 @@ class ActionModule(ActionBase):
                 remedy = "name its containers instead, for example -l ct129"
                 return dict(result, failed=True, msg=f"{name}: {reason}; {remedy}")
             return result
-        # A group for each acting host, as ansible.builtin.group_by makes them: the first of its
-        # hosts that is still in the play leads.
+        # A group for each acting host: the first of its hosts that is still in the play leads.
         group = "gpuops_on_" + sha256(found["acting"].encode()).hexdigest()[:12]
-        result.update(group=group, add_group=group, parent_groups=["all"])
+        result.update(self.group_by(group, task_vars), group=group)
         return result
+
+    def group_by(self, group: str, task_vars: dict[str, Any]) -> dict[str, Any]:
+        """Let Ansible's own action make the group: how it does differs between versions."""
+        task = self._task.copy()
+        task.args = {"key": group}
+        action = self._shared_loader_obj.action_loader.get(
+            "ansible.builtin.group_by",
+            task=task,
+            connection=self._connection,
+            play_context=self._play_context,
+            loader=self._loader,
+            templar=self._templar,
+            shared_loader_obj=self._shared_loader_obj,
+        )
+        done: dict[str, Any] = action.run(task_vars=task_vars)
+        return done

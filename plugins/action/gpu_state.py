@@ -21,7 +21,8 @@ class ActionModule(BatchAction):
     def take(self, batch: Any, name: str) -> dict[str, Any]:
         """Also what the batch as a whole showed, so that its hosts can agree on what follows."""
         taken = super().take(batch, name)
-        verdicts = {host: each["verdict"] for host, each in batch.get("hosts", {}).items()}
+        hosts = batch.get("hosts", {}) if isinstance(batch, dict) else {}
+        verdicts = {host: each["verdict"] for host, each in hosts.items()}
         taken["siblings_held"] = [host for host, word in verdicts.items() if word == "held"]
         taken["siblings_clean"] = all(word == "clean" for word in verdicts.values())
         taken["taken"] = time.time()

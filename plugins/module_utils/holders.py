@@ -112,14 +112,13 @@ class Holder:
 
     @property
     def is_workload(self) -> bool:
-        """Does it compute? The driver lists it, or it has both a GPU and unified memory open.
+        """Does it compute? The driver lists it, or it has unified memory mapped.
 
-        A monitor that has only initialised NVML opens a GPU and ``nvidiactl``, never uvm.
+        A monitor that has only initialised NVML opens the same nodes, nvidia-uvm among them, but
+        maps none of them (seen with driver 580).
         """
-        if any("driver list" in how for how in self.evidence.values()):
-            return True
-        direct = {device for device, how in self.evidence.items() if "descriptor" in how}
-        return "nvidia-uvm" in direct and any(device.startswith("gpu") for device in direct)
+        listed = any("driver list" in how for how in self.evidence.values())
+        return listed or "mapping" in self.evidence.get("nvidia-uvm", ())
 
     def as_dict(self) -> dict[str, Any]:
         """The holder as plain data for the report."""
@@ -158,9 +157,10 @@ def scan(
 ) -> Scan:
     """Find every process of this node that holds an NVIDIA device.
 
-    :param deep: read every mapping and every task's own descriptor table too. The quick look
-        reads the tasks only of a process whose main thread has exited; the caller asks for the
-        deep one when what it found does not explain the memory in use.
+    :param deep: read the mappings of every process and every task's own descriptor table too. The
+        quick look reads mappings only of a process that has a device open, and the tasks only of
+        one whose main thread has exited; the caller asks for the deep one when what it found does
+        not explain the memory in use.
     :param pids: look at these only; default all.
     :param limit: seconds; a look may block in the kernel on a process that is stuck there,
         so it is made in forked workers that can be abandoned.
@@ -216,7 +216,7 @@ def _collect_worker(child: int, pipe: int, until: float) -> list[tuple[int, str,
         os.kill(child, signal.SIGKILL)
         return [(child, UNREADABLE, "")]
     os.waitpid(child, 0)
-    rows = [line.split("\t") for line in data.decode().splitlines()[:-1]]
+    rows = [line.split("\t") for line in data.decode().split("\n")[:-2]]
     return [(int(pid), device, how) for pid, device, how in rows]
 
 
@@ -234,7 +234,7 @@ def _look_at(pids: list[str], devices: Device, deep: bool) -> list[tuple[int, st
         rows = [(device, "descriptor") for device in held]
         if deep or (none_open and has_threads(name)):
             rows += [(device, "task descriptor") for device in _task_devices(name, devices)]
-        if deep:
+        if deep or (held and _state(name) != "D"):
             rows += [(device, "mapping") for device in _mapped_devices(name, devices)]
         found += [(int(name), device, how) for device, how in rows]
     return found
@@ -262,6 +262,11 @@ def _open_devices(folder: str, devices: Device) -> tuple[bool, set[str]]:
             if device:
                 held.add(device)
     return not descriptors, held
+
+
+def _state(name: str) -> str:
+    fields = stat_fields(int(name))
+    return fields[0] if fields else ""
 
 
 def has_threads(name: str) -> bool:
@@ -316,20 +321,21 @@ def _mapped_device(name: str, span: str, path: str, devices: Device) -> str:
         return ""
     try:
         number = os.stat("/proc/%s/map_files/%s" % (name, span))
-        device = devices.name(number.st_rdev) if stat.S_ISCHR(number.st_mode) else ""
-        if device:
-            return device
     except OSError:
-        pass  # Not allowed here, or just unmapped.
-    return _device_by_name(path.partition(" ")[0])
+        return _device_by_name(path)  # Not allowed here, or just unmapped.
+    if not stat.S_ISCHR(number.st_mode):
+        return ""
+    # The name again where the number says nothing, as when /proc/devices could not be read.
+    return devices.name(number.st_rdev) or _device_by_name(path)
 
 
 def _device_by_name(path: str) -> str:
     """``gpu3`` for ``/dev/nvidia3`` and so on; ``""`` for what is not named like NVIDIA's."""
-    base = path.rpartition("/")[2]
-    if base[:6] != "nvidia":
-        return ""
+    base = path.partition(" ")[0].rpartition("/")[2]
     rest = base[6:]
+    # Nothing but the driver's own way of naming: any user can map a file called nvidia-something.
+    if base[:6] != "nvidia" or not rest.isascii() or not rest.replace("-", "").isalnum():
+        return ""
     return "gpu" + rest if rest.isdigit() else rest if rest in ("ctl", "modeset") else base
 
 

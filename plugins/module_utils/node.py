@@ -34,6 +34,9 @@ SENTINEL = "gpuops-answer "
 # Seconds after SIGKILL from which a process that is still there counts as unkillable.
 UNKILLABLE_AFTER = 5.0
 
+# The inode of the kernel's first PID namespace, from include/linux/proc_ns.h.
+FIRST_PID_NAMESPACE = 0xEFFFFFFC
+
 # After so many restarts of what was ended, ending it once more will not help.
 RESTARTS = 2
 
@@ -188,7 +191,13 @@ def _read_own_cgroup() -> str | None:
 
 
 def _in_container() -> bool:
-    """Are we inside a container? systemd and LXC tell PID 1 so; others mark /run or /."""
+    """Are we inside a container? systemd and LXC tell PID 1 so; others mark /run or /.
+
+    Never in the kernel's first PID namespace: a virtual machine made from a container's image
+    bears the marks, but nothing is hidden from us there.
+    """
+    if os.stat("/proc/self/ns/pid").st_ino == FIRST_PID_NAMESPACE:
+        return False
     if any(os.path.exists(mark) for mark in ("/run/systemd/container", "/.dockerenv")):
         return True
     try:
@@ -322,34 +331,31 @@ class Work:
     def result(self, judged: verdict.Verdict | None = None) -> dict[str, Any]:
         """Everything about this target as plain data."""
         judged = judged or self.judge()
-        return {
-            "name": self.target.name,
-            "verdict": judged.word,
-            "reason": judged.reason,
-            "remedy": judged.remedy,
-            "place": self.target.place,
-            "inside": self.target.inside,
-            "scope": self.target.scope,
-            "holders_only": self.target.holders_only,
-            "gpus": self.gpus(),
-            "holders": [holder.as_dict() for holder in self.view.mine],
-            "spared": [dict(holder.as_dict(), why=why) for holder, why in self.view.spared],
-            "stuck": {str(pid): why for pid, why in self.view.stuck.items()},
-            "actions": self.actions,
-            "changed": any(action["result"] == "sent" for action in self.actions),
-            # Nothing left for a further rung: clean, hopeless, or nobody there to signal.
-            "settled": judged.word != verdict.HELD or not self.view.mine,
-            # May become clean by itself: the driver is still releasing, or a server is ending.
-            "waiting": judged.word == verdict.HELD and not self.returned(1),
-            "readings": len(self.readings),
-            "timings": self.timings,
-            "scan": {
-                "seconds": self.scan.seconds if self.scan else None,
-                "processes": self.scan.processes if self.scan else 0,
-                "deep": bool(self.scan and self.scan.deep),
-            },
-            "problems": self.node.problems,
-        }
+        result = bare_result(self.target.name, judged)
+        result.update(
+            place=self.target.place,
+            inside=self.target.inside,
+            scope=self.target.scope,
+            holders_only=self.target.holders_only,
+            gpus=self.gpus(),
+            holders=[holder.as_dict() for holder in self.view.mine],
+            spared=[dict(holder.as_dict(), why=why) for holder, why in self.view.spared],
+            stuck={str(pid): why for pid, why in self.view.stuck.items()},
+            actions=self.actions,
+            changed=any(each["result"] == "sent" for each in self.actions),
+            settled=judged.word != verdict.HELD or not self.view.mine,
+            waiting=judged.word == verdict.HELD and not self.returned(1),
+            readings=len(self.readings),
+            timings=self.timings,
+            problems=self.node.problems,
+        )
+        if self.scan is not None:
+            result["scan"] = {
+                "seconds": self.scan.seconds,
+                "processes": self.scan.processes,
+                "deep": self.scan.deep,
+            }
+        return result
 
     def release(self, rung: dict[str, Any], check: bool) -> dict[str, Any]:
         """Climb one rung: choose, signal, and wait until clean or until waiting is pointless.
@@ -520,12 +526,17 @@ def run(
 
     :param sessions: readers that were started already, by target.
 
-    Returns ``{"results": {name: result}, "seconds": …}``; a target whose work failed in an
-    unforeseen way is ``unknown`` with the error as its reason.
+    Returns what :func:`summary` says; a target whose work failed in an unforeseen way is
+    ``unknown`` with the error as its reason.
     """
     specs = request["targets"]
     if os.geteuid() != 0:
-        return {"results": {spec["name"]: _not_root(spec["name"]) for spec in specs}, "seconds": 0}
+        judged = verdict.Verdict(
+            verdict.UNKNOWN,
+            "gpuops must be root on the acting host; it runs as user id %d" % os.geteuid(),
+            "set ansible_user: root or become: true",
+        )
+        return summary({spec["name"]: bare_result(spec["name"], judged) for spec in specs}, 0.0)
     opened = nvidia_smi.open_sessions(specs) if sessions is None else sessions
     node = Node(max([verdict.Target(spec).smi_timeout for spec in specs], default=10.0))
     results: dict[str, dict[str, Any]] = {}
@@ -547,7 +558,7 @@ def run(
     for thread in threads:
         thread.join()
     node.session.close()
-    return {"results": results, "seconds": time.monotonic() - node.began}
+    return summary(results, time.monotonic() - node.began)
 
 
 def _serve(
@@ -565,19 +576,39 @@ def _serve(
         session.close()
 
 
-def _not_root(name: str) -> dict[str, Any]:
+def bare_result(name: str, judged: verdict.Verdict) -> dict[str, Any]:
+    """A result with a verdict and nothing else known yet.
+
+    ``settled``: nothing left for a further rung, be it clean, hopeless, or nobody there to signal.
+    ``waiting``: it may become clean by itself; the driver is still releasing, or a server ending.
+    """
     return {
         "name": name,
-        "verdict": verdict.UNKNOWN,
-        "reason": "gpuops must be root on the acting host; it runs as user id %d" % os.geteuid(),
-        "remedy": "set ansible_user: root or become: true",
+        "verdict": judged.word,
+        "reason": judged.reason,
+        "remedy": judged.remedy,
         "changed": False,
         "settled": True,
         "waiting": False,
-        "actions": [],
         "gpus": [],
         "holders": [],
         "spared": [],
+        "stuck": {},
+        "actions": [],
+        "timings": {},
+        "problems": [],
+    }
+
+
+def summary(results: dict[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The answer for a batch: the results, and what is true of any or all of them."""
+    each = results.values()
+    return {
+        "hosts": results,
+        "changed": any(result["changed"] for result in each),
+        "settled": all(result["settled"] for result in each),
+        "waiting": any(result["waiting"] for result in each),
+        "seconds": seconds,
     }
 
 

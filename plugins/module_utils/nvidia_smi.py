@@ -12,6 +12,7 @@ real tool, driver 580.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -33,6 +34,11 @@ GPU_FIELDS = (
 )
 APP_FIELDS = ("gpu_uuid", "pid", "used_gpu_memory", "process_name")
 
+NOT_TOLD = r"|\[[^]]*\]|N/A"
+BUS_ID = re.compile(r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]$")
+PSTATE = re.compile(r"(P\d{1,2}" + NOT_TOLD + r")$")
+DRIVER = re.compile(r"(\d+(\.\d+)+" + NOT_TOLD + r")$")
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -48,9 +54,12 @@ while read -r question; do
     minors) nvidia-smi -q ;;
     nodes) ls /dev ;;
   esac </dev/null 2>&1
-  echo "gpuops-rc $?"
+  echo "MARK$?"
 done
 """.format(gpus=",".join(GPU_FIELDS), apps=",".join(APP_FIELDS))
+
+# No answer is longer, not even with a thousand processes; more is a tool gone mad.
+MOST_BYTES = 4 << 20
 
 # A minimal environment: `pct exec` keeps the node's by default, and a foreign locale
 # would translate the texts of the shell.
@@ -126,8 +135,8 @@ class SmiError(Exception):
 
 
 def number(text: str) -> int | None:
-    """A plain non-negative decimal number, or ``None`` for anything else."""
-    return int(text) if text.isascii() and text.isdigit() else None
+    """A plain non-negative decimal number of sane length, or ``None`` for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def first_line(text: str) -> str:
@@ -153,7 +162,7 @@ def parse_gpus(text: str, exit_code: int) -> Reading:
             continue
         values = [value.strip() for value in line.split(",", len(GPU_FIELDS) - 1)]
         index = number(values[0])
-        if len(values) != len(GPU_FIELDS) or index is None or not values[1].startswith("GPU-"):
+        if index is None or not is_gpu_row(values):
             problems.append("nvidia-smi printed a line that is no GPU: '%s'" % line.strip()[:200])
             continue
         gpu = gpu_from_row(index, values)
@@ -163,6 +172,21 @@ def parse_gpus(text: str, exit_code: int) -> Reading:
     if not gpus and not problems:
         problems.append("nvidia-smi listed no GPU")
     return Reading(gpus, problems, exit_code)
+
+
+def is_gpu_row(values: list[str]) -> bool:
+    """Is each value where it belongs? A name may hold commas, so their number alone proves little.
+
+    A bus id, a performance state and a driver version have shapes of their own (or are ``[N/A]``
+    and the like).
+    """
+    return (
+        len(values) == len(GPU_FIELDS)
+        and values[1].startswith("GPU-")
+        and BUS_ID.match(values[2]) is not None
+        and PSTATE.match(values[8]) is not None
+        and DRIVER.match(values[9]) is not None
+    )
 
 
 def gpu_from_row(index: int, values: list[str]) -> Gpu:
@@ -264,7 +288,9 @@ class Session:
         self._answered = 0.0
         ask_end, self._write = os.pipe()
         self._read, answer_end = os.pipe()
-        argv = [*prefix, "sh", "-c", SESSION_SCRIPT]
+        # Different each time: a process can have any name, and names are part of the answers.
+        self._mark = "gpuops-%s " % os.urandom(8).hex()
+        argv = [*prefix, "sh", "-c", SESSION_SCRIPT.replace("MARK", self._mark)]
         try:
             self.pid = os.posix_spawnp(
                 argv[0],
@@ -305,12 +331,13 @@ class Session:
         # An answer's time runs from its question, or from the answer before it.
         until = max(self._asked.pop(0), self._answered) + self.timeout
         while not self.lost:
-            text, mark, rest = self._buffer.partition(b"gpuops-rc ")
+            text, mark, rest = self._buffer.partition(self._mark.encode())
             if mark and b"\n" in rest:
                 code, _, self._buffer = rest.partition(b"\n")
                 self._answered = time.monotonic()
                 return self._after_ready(text.decode("utf-8", "replace")), int(code)
-            if not deadline.readable(self._read, until - time.monotonic()):
+            left = until - time.monotonic()
+            if left <= 0 or not deadline.readable(self._read, left):
                 self._abandon("nvidia-smi did not answer within %g s" % self.timeout)
                 break
             data = os.read(self._read, 65536)
@@ -319,6 +346,8 @@ class Session:
                 self._abandon("cannot read there: %s" % (said or "the shell ended"))
                 break
             self._buffer += data
+            if len(self._buffer) > MOST_BYTES:
+                self._abandon("nvidia-smi does not stop printing")
         raise SmiError(self.lost)
 
     def _after_ready(self, text: str) -> str:

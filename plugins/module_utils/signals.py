@@ -58,14 +58,12 @@ class Grip:
 
     def ended(self) -> bool:
         """Has it ended? A zombie has: it holds no memory and no descriptor any more."""
+        fields = holders.stat_fields(self.pid)
+        if fields is None or int(fields[19]) != self.start:
+            return True
         if self.handle >= 0:
             return deadline.readable(self.handle, 0)
-        fields = holders.stat_fields(self.pid)
-        return (
-            fields is None
-            or int(fields[19]) != self.start
-            or (fields[0] in "ZX" and not holders.has_threads(str(self.pid)))
-        )
+        return fields[0] in "ZX" and not holders.has_threads(str(self.pid))
 
     def close(self) -> None:
         """Give the handle back."""
@@ -110,7 +108,11 @@ def _network_mounts(pid: int) -> list[str]:
         descriptors = os.listdir("/proc/%d/fd" % pid)
     except OSError:
         return []
-    points = {row[4] for row in rows if row[row.index("-") + 1].startswith(("fuse", "nfs", "cifs"))}
+    network = [row for row in rows if row[row.index("-") + 1].startswith(("fuse", "nfs", "cifs"))]
+    # A blank in a path is written as an octal escape there.
+    points = {
+        row[4].encode().decode("unicode_escape").encode("latin-1").decode() for row in network
+    }
     used = set()
     for descriptor in descriptors:
         try:

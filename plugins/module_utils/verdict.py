@@ -77,9 +77,12 @@ def is_called(gpu: nvidia_smi.Gpu, name: str) -> bool:
 
 
 def short_bus(bus_id: str) -> str:
-    """A PCI address without leading zeros of the domain: tools disagree on their number."""
-    domain, colon, rest = bus_id.lower().partition(":")
-    return domain.lstrip("0").rjust(4, "0") + colon + rest if colon else domain
+    """A PCI address with a domain of four digits: tools write eight, four or none."""
+    text = bus_id.lower()
+    if text.count(":") == 1:
+        text = "0000:" + text
+    domain, colon, rest = text.partition(":")
+    return domain.lstrip("0").rjust(4, "0") + colon + rest if colon else text
 
 
 class View:
@@ -129,12 +132,14 @@ def explains(holder: holders.Holder, minor: int | None) -> bool:
 def protected_by(holder: holders.Holder, names: list[str]) -> str:
     """The entry of the protect list that covers this process, or ``""``.
 
-    Matched against the process's name and the base name of its command; shell wildcards work.
+    Matched against the process's name and the base name of its command; shell wildcards work. A
+    name as long as the kernel keeps it matches what begins with it.
     """
     base = holder.command.partition(" ")[0].rpartition("/")[2].rstrip(":")
     for name in names:
-        short = name if any(mark in name for mark in "*?[") else name[:COMM_LENGTH]
-        if fnmatch.fnmatchcase(holder.name, short) or fnmatch.fnmatchcase(base, name):
+        if fnmatch.fnmatchcase(holder.name, name) or fnmatch.fnmatchcase(base, name):
+            return name
+        if len(holder.name) == COMM_LENGTH and name.startswith(holder.name):
             return name
     return ""
 
@@ -259,7 +264,12 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
             "%s, and no process visible in this container holds it" % where,
             "act from the Proxmox host: set proxmox_vmid and gpuops_proxmox_host for this host",
         )
-    mine = {holder.pid: short(holder) for holder in view.mine}
+    there = {gpu.minor for gpu in bad}
+    mine = {
+        holder.pid: short(holder)
+        for holder in view.mine
+        if not bad or None in there or holder.gpus & there
+    }
     if mine:
         names = "; ".join(list(mine.values())[:3])
         more = " and %d more" % (len(mine) - 3) if len(mine) > 3 else ""

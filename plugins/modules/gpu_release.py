@@ -156,6 +156,14 @@ hosts:
     timings:
       description: Seconds from the first signal to the first and the second zero reading.
       type: dict
+settled:
+  description: True if a further rung of the ladder has nothing to do for any target.
+  returned: when the host it acts on answered
+  type: bool
+waiting:
+  description: True if any target is held but may become clean by itself.
+  returned: when the host it acts on answered
+  type: bool
 seconds:
   description: How long the work took on the host.
   returned: when the host it acts on answered
@@ -170,13 +178,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, node
 
 def main():
     module = AnsibleModule(argument_spec=arguments.RELEASE, supports_check_mode=True)
-    answer = node.run(dict(module.params, verb="release", check=module.check_mode))
-    hosts = answer["results"]
-    module.exit_json(
-        changed=any(host["changed"] for host in hosts.values()),
-        hosts=hosts,
-        seconds=answer["seconds"],
-    )
+    module.exit_json(**node.run(dict(module.params, verb="release", check=module.check_mode)))
 
 
 if __name__ == "__main__":

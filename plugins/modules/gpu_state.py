@@ -145,6 +145,14 @@ hosts:
     scan:
       description: How long the look at all processes took, at how many, and whether it was deep.
       type: dict
+settled:
+  description: True if a further rung of the ladder has nothing to do for any target.
+  returned: when the host it acts on answered
+  type: bool
+waiting:
+  description: True if any target is held but may become clean by itself.
+  returned: when the host it acts on answered
+  type: bool
 seconds:
   description: How long the work took on the host.
   returned: when the host it acts on answered
@@ -159,8 +167,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, node
 
 def main():
     module = AnsibleModule(argument_spec=arguments.STATE, supports_check_mode=True)
-    answer = node.run(dict(module.params, verb="state"))
-    module.exit_json(changed=False, hosts=answer["results"], seconds=answer["seconds"])
+    module.exit_json(**node.run(dict(module.params, verb="state")))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,14 +77,14 @@ def own_rounds(batch: Any, name: str) -> list[dict[str, Any]]:
     :raises NoResult: the acting host was unreachable, gave no answer, or was not asked.
     """
     rounds = batch.get("results", [batch]) if isinstance(batch, dict) else []
-    for each in rounds:
-        if each.get("unreachable"):
-            raise NoResult(unreachable=True, msg=each.get("msg", "the acting host is unreachable"))
     mine = [each["hosts"][name] for each in rounds if name in each.get("hosts", {})]
     # `failed` itself is not looked at: the roles suppress it, so that the leader stays in the play.
     broken = [each for each in rounds if "hosts" not in each and not each.get("skipped")]
     if broken and (not mine or not mine[-1]["settled"]):
-        raise NoResult(failed=True, msg=broken[-1].get("msg", "the acting host gave no answer"))
+        msg = broken[-1].get("msg", "the acting host gave no answer")
+        if broken[-1].get("unreachable"):
+            raise NoResult(unreachable=True, msg=msg)
+        raise NoResult(failed=True, msg=msg)
     if not mine:
         raise NoResult(
             failed=True,
@@ -98,6 +99,7 @@ class BatchAction(ActionBase):
 
     _supports_check_mode = True
     _supports_diff = True
+    _supports_async = True
     VERB: ClassVar[str]
     SPEC: ClassVar[dict[str, Any]]
     # Arguments that only the action plugin knows, and that the module never sees.
@@ -115,12 +117,7 @@ class BatchAction(ActionBase):
         if not args["targets"]:
             result.update(hosts={}, settled=True, changed=False)
             return result
-        answer = self.execute(args, task_vars)
-        result.update(answer)
-        if "hosts" in answer:
-            result["changed"] = any(host["changed"] for host in answer["hosts"].values())
-            result["settled"] = all(host["settled"] for host in answer["hosts"].values())
-            result["waiting"] = any(host["waiting"] for host in answer["hosts"].values())
+        result.update(self.execute(args, task_vars))
         return result
 
     def prepare(self, task_vars: dict[str, Any]) -> dict[str, Any]:
@@ -140,20 +137,25 @@ class BatchAction(ActionBase):
         return {"verb": self.VERB, **args}
 
     def execute(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
-        """One execution on the acting host; returns ``hosts`` or a failure."""
+        """One execution on the acting host; returns what the module returns, or a failure."""
         if self._task.async_val or not getattr(self._connection, "has_pipelining", False):
-            return self._execute_module(
-                module_name=self._task.action, module_args=args, task_vars=task_vars
+            ran: dict[str, Any] = self._execute_module(
+                module_name=self._task.action,
+                module_args=args,
+                task_vars=task_vars,
+                wrap_async=self._task.async_val,
             )
+            return ran
         command = f"{shlex.quote(self.interpreter(task_vars))} {PYTHON_FLAGS} -"
         ran = self._low_level_execute_command(
             command, in_data=program(self.request(args)).encode("utf-8")
         )
         for line in reversed(ran["stdout"].splitlines()):
             if line.startswith(SENTINEL):
-                answer = json.loads(line[len(SENTINEL) :])
-                return {"hosts": answer["results"], "seconds": answer["seconds"]}
-        return {"failed": True, "msg": self.no_answer(ran)}
+                with suppress(ValueError):  # cut off in the middle: no answer at all
+                    answer: dict[str, Any] = json.loads(line[len(SENTINEL) :])
+                    return answer
+        return {"failed": True, "msg": self.no_answer(ran, self.interpreter(task_vars))}
 
     def interpreter(self, task_vars: dict[str, Any]) -> str:
         """The acting host's Python: as configured there, without a round trip to discover it."""
@@ -163,7 +165,7 @@ class BatchAction(ActionBase):
         configured = str(self._templar.template(task_vars.get("ansible_python_interpreter", "")))
         return configured if configured.startswith("/") else "/usr/bin/python3"
 
-    def no_answer(self, ran: dict[str, Any]) -> str:
+    def no_answer(self, ran: dict[str, Any], python: str) -> str:
         """One sentence for an execution that brought no answer."""
         where = self._task.delegate_to or "the host"
         said = [
@@ -171,8 +173,7 @@ class BatchAction(ActionBase):
         ]
         if ran["rc"] == 127:
             return (
-                f"{where} has no {self.interpreter({})}: install python3 there, "
-                "or set ansible_python_interpreter"
+                f"{where} has no {python}: install python3 there, or set ansible_python_interpreter"
             )
         last = said[-1].strip() if said else "no output"
         return f"{where} gave no answer (exit code {ran['rc']}): {last}"

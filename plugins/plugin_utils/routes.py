@@ -52,16 +52,15 @@ def route(
         return {"route": kind, "acting": name, "target": target}
     if vmid not in VMIDS:
         raise RouteError(f"proxmox_vmid is {vmid}; write the container's number, 100 or more")
-    carrier = variables.get("gpuops_proxmox_host") or variables.get("proxmox_node")
+    key = "gpuops_proxmox_host" if variables.get("gpuops_proxmox_host") else "proxmox_node"
+    carrier = variables.get(key)
     if not carrier:
         raise RouteError(
             "proxmox_vmid is set but gpuops_proxmox_host is not; "
             "write the inventory name of the Proxmox host that carries the container"
         )
-    if carrier not in known:
-        raise RouteError(
-            f"gpuops_proxmox_host is '{carrier}', which is not in the inventory; add it there"
-        )
+    if not isinstance(carrier, str) or carrier not in known:
+        raise RouteError(f"{key} is '{carrier}', which is not in the inventory; add it there")
     return {"route": "container", "acting": str(carrier), "target": target}
 
 
@@ -115,16 +114,23 @@ def rungs(variables: Mapping[str, Any]) -> list[Any]:
     ladder = variables.get("gpuops_ladder")
     if ladder is None:
         return []
-    profiles = variables.get("gpuops_profiles") or {}
-    profile = variables.get("gpuops_profile")
+    if not isinstance(ladder, (list, tuple)) or not all(
+        isinstance(rung, Mapping) and rung.get("name") for rung in ladder
+    ):
+        raise RouteError("gpuops_ladder is no list of rungs with a name each; write one, or none")
+    profiles = variables.get("gpuops_profiles")
+    if not isinstance(profiles, Mapping):
+        raise RouteError("gpuops_profiles is no dictionary of lists of rungs; write one, or none")
+    profile = str(variables.get("gpuops_profile"))
     if profile not in profiles:
-        raise RouteError(f"gpuops_profile is '{profile}'; write one of {', '.join(profiles)}")
+        choices = ", ".join(str(name) for name in profiles)
+        raise RouteError(f"gpuops_profile is '{profile}'; write one of {choices}")
     known = [str(rung["name"]) for rung in ladder]
-    wanted = words(variables, "gpuops_rungs") or list(profiles[profile])
+    wanted = words(variables, "gpuops_rungs") or words(profiles, profile)
     for name in wanted:
         if name not in known:
             raise RouteError(f"there is no rung '{name}'; write some of {', '.join(known)}")
-    return [rung for rung in ladder if rung["name"] in wanted]
+    return [rung for rung in ladder if str(rung["name"]) in wanted]
 
 
 def check_verify(variables: Mapping[str, Any]) -> None:
@@ -144,9 +150,10 @@ def whole(variables: Mapping[str, Any], key: str, default: int) -> int:
     value = variables.get(key)
     if value in (None, ""):
         return default
-    if isinstance(value, bool) or not str(value).isascii() or not str(value).isdigit():
-        raise RouteError(f"{key} is '{value}'; write a whole number of zero or more")
-    return int(str(value))
+    text = "" if isinstance(value, bool) or len(str(value)) > 18 else str(value)
+    if not text.isascii() or not text.isdigit():
+        raise RouteError(f"{key} is '{str(value)[:40]}'; write a whole number of zero or more")
+    return int(text)
 
 
 def seconds(variables: Mapping[str, Any], key: str, default: float) -> float:
@@ -156,7 +163,7 @@ def seconds(variables: Mapping[str, Any], key: str, default: float) -> float:
         return default
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = 0.0
     if not 0 < number < float("inf"):
         raise RouteError(f"{key} is '{value}'; write a number of seconds above zero")
