@@ -145,20 +145,25 @@ def in_host(init: int, cgroup: Path, body: Callable[[], int]) -> int:
 
 
 def kill_cgroup(cgroup: Path, seconds: float = 10) -> None:
-    """End every process in a cgroup subtree and remove its directories."""
-    if not cgroup.exists():
-        return
+    """End every process in a cgroup subtree and remove its directories.
+
+    Again and again until both are done: children of a killed `up` may still be on their way in.
+    Once the directory is gone they cannot enter, and end by themselves.
+    """
     started = time.monotonic()
-    while "populated 1" in (cgroup / "cgroup.events").read_text():
+    while cgroup.exists():
         with contextlib.suppress(OSError):
             (cgroup / "cgroup.kill").write_text("1")
-        elapsed = time.monotonic() - started
+        try:
+            remove_cgroup(cgroup)
+            return
+        except OSError:  # busy: processes are on their way out
+            elapsed = time.monotonic() - started
         if elapsed > seconds:
             raise LabError(f"processes in {cgroup} do not end")
         if elapsed > 1:  # with its server dead a FUSE read ends by itself; if it did not:
             abort_fuse(cgroup)
-        time.sleep(0.005)
-    remove_cgroup(cgroup)
+        time.sleep(0.004)
 
 
 def abort_fuse(cgroup: Path) -> None:
@@ -183,20 +188,22 @@ def abort_fuse(cgroup: Path) -> None:
 
 
 def remove_cgroup(cgroup: Path) -> None:
-    """rmdir a cgroup and all below it, innermost first."""
-    if not cgroup.exists():
-        return
-    for child in [entry for entry in cgroup.iterdir() if entry.is_dir()]:
-        remove_cgroup(child)
-    for _ in range(200):
-        try:
-            cgroup.rmdir()
-            return
-        except FileNotFoundError:
-            return
-        except OSError:  # the last process is still on its way out
-            time.sleep(0.005)
-    cgroup.rmdir()
+    """rmdir a cgroup and all below it, innermost first; OSError while there are processes."""
+    with contextlib.suppress(FileNotFoundError):
+        for child in [entry for entry in cgroup.iterdir() if entry.is_dir()]:
+            remove_cgroup(child)
+        cgroup.rmdir()
+
+
+def remove_tree(path: Path) -> None:
+    """rm -r, also while an orphan of a killed `up` (ssh-keygen) writes its last file there."""
+
+    def gone() -> bool:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path)
+        return not path.exists()
+
+    wait_until(gone, 3, f"the end of {path}")
 
 
 @dataclass
@@ -353,7 +360,7 @@ class Lab:
             point = line.split()[4]
             if Path(point).is_relative_to(self.paths.state):
                 linux.umount(point)
-        shutil.rmtree(self.paths.state)
+        remove_tree(self.paths.state)
 
     def build(self, plan: Plan) -> None:
         """Make everything, in an order that lets the slow parts overlap."""
@@ -423,8 +430,10 @@ class Lab:
             "admin": str(self.paths.admin(host.name)),
         }
         log = (self.paths.host(host.name) / "driver.log").open("w")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.lab.driver", json.dumps(config)],
+        # It enters its cgroup before it is the driver, so that a killed `up` leaves none outside.
+        enter = f'echo 0 > {self.paths.cgroup}/drivers/cgroup.procs && exec "$@"'
+        subprocess.Popen(
+            ["sh", "-c", enter, "sh", sys.executable, "-m", "tests.lab.driver", json.dumps(config)],
             cwd=REPOSITORY,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -432,7 +441,6 @@ class Lab:
             start_new_session=True,
         )
         log.close()
-        (self.paths.cgroup / "drivers/cgroup.procs").write_text(str(process.pid))
 
     def make_network(self) -> None:
         """The lab's network namespace, kept by a mount, with a bridge for all hosts."""
@@ -442,6 +450,7 @@ class Lab:
         pid = os.fork()
         if pid == 0:
             try:
+                linux.die_with_parent(signal.SIGKILL)
                 linux.unshare(linux.CLONE_NEWNET)
                 linux.bind("/proc/self/ns/net", self.paths.netns)
                 subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True)
@@ -473,11 +482,12 @@ class Lab:
         """Fork the builder of a host; returns when its process 1 exists."""
         report_read, report_write = os.pipe()
         go_read, go_write = os.pipe()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(report_read)
             os.close(go_write)
-            node.build(host, self.paths, report_write, go_read)
+            node.build(host, self.paths, report_write, go_read, parent)
         os.close(report_write)
         os.close(go_read)
         text = b""

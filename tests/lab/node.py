@@ -266,7 +266,7 @@ def become_init(host: Host, paths: Paths, network_ready: int) -> None:
     os.execve("/sbin/init", ["/sbin/init"], environment)
 
 
-def build(host: Host, paths: Paths, report: int, network_ready: int) -> None:
+def build(host: Host, paths: Paths, report: int, network_ready: int, parent: int) -> None:
     """Body of the forked builder: never returns.
 
     Writes 'PID' of the host's process 1 and a newline to `report`, later an error text if there is
@@ -274,6 +274,8 @@ def build(host: Host, paths: Paths, report: int, network_ready: int) -> None:
     """
     try:
         linux.die_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before we asked
         cgroup = paths.host_cgroup(host.name)
         cgroup.mkdir(parents=True, exist_ok=True)
         (cgroup / "cgroup.procs").write_text("0")
