@@ -52,7 +52,7 @@ LONGEST_PAUSE = 0.25
 class Node:
     """What all targets of this host share: device numbers, one scan, the driver's list."""
 
-    def __init__(self, smi_timeout: float) -> None:
+    def __init__(self, smi_timeout: float, stuck: str) -> None:
         self.began = time.monotonic()
         self.devices = holders.read_devices()
         self.own_namespaces = owners.pid_namespaces(os.getpid())
@@ -63,7 +63,7 @@ class Node:
         self.in_container = _in_container()
         self.problems: list[str] = []
         self.minors = nvidia_smi.minors_from_proc()
-        self.session = nvidia_smi.Session("the node", [], smi_timeout)
+        self.session = nvidia_smi.Session("the node", [], smi_timeout, stuck)
         self._apps_readable = True
         self._lock = threading.Lock()
         self._scan: holders.Scan | None = None
@@ -518,13 +518,11 @@ def supervisor(holder: holders.Holder) -> str:
     return "%s (%s): %s" % (parent.name, verdict.pids(parent), parent.command)
 
 
-def run(
-    request: dict[str, Any], sessions: dict[str, nvidia_smi.Session] | None = None
-) -> dict[str, Any]:
+def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> dict[str, Any]:
     """Serve one request: ``verb`` (state or release), ``targets``, ``earlier`` (by target, the
     actions of this run so far), and for release ``rung`` and ``check``.
 
-    :param sessions: readers that were started already, by target.
+    :param readers: those of the targets, if they were started already.
 
     Returns what :func:`summary` says; a target whose work failed in an unforeseen way is
     ``unknown`` with the error as its reason.
@@ -537,8 +535,9 @@ def run(
             "set ansible_user: root or become: true",
         )
         return summary({spec["name"]: bare_result(spec["name"], judged) for spec in specs}, 0.0)
-    opened = nvidia_smi.open_sessions(specs) if sessions is None else sessions
-    node = Node(max([verdict.Target(spec).smi_timeout for spec in specs], default=10.0))
+    readers = readers or nvidia_smi.Readers(specs)
+    timeout = max([verdict.Target(spec).smi_timeout for spec in specs], default=10.0)
+    node = Node(timeout, readers.stuck)
     results: dict[str, dict[str, Any]] = {}
     queue = list(reversed(specs))
 
@@ -548,7 +547,7 @@ def run(
                 spec = queue.pop()
             except IndexError:
                 return
-            session = opened.get(spec["name"]) or nvidia_smi.open_session(spec)
+            session = readers.of(spec)
             results[spec["name"]] = _serve(node, verdict.Target(spec), session, request)
 
     workers = min(nvidia_smi.TARGETS_AT_ONCE, len(specs))
@@ -612,8 +611,8 @@ def summary(results: dict[str, dict[str, Any]], seconds: float) -> dict[str, Any
     }
 
 
-def main(request: dict[str, Any], sessions: dict[str, nvidia_smi.Session]) -> None:
+def main(request: dict[str, Any], readers: nvidia_smi.Readers | None) -> None:
     """Answer a request on standard output, and end without waiting for anything stuck."""
-    sys.stdout.write("\n" + SENTINEL + json.dumps(run(request, sessions)) + "\n")
+    sys.stdout.write("\n" + SENTINEL + json.dumps(run(request, readers)) + "\n")
     sys.stdout.flush()
     os._exit(0)

@@ -273,19 +273,26 @@ class Session:
     :param place: words for messages, such as ``container 129``.
     :param prefix: how to get there: ``[]`` for here, ``["pct", "exec", "129", "--"]``.
     :param timeout: seconds that one answer may take, the start included.
+    :param stuck: why no nvidia-smi may be started at all, or ``""``.
 
     A shell that does not answer in time is abandoned: killed, but never waited for, because a
     process stuck in the driver does not die.
     """
 
-    def __init__(self, place: str, prefix: list[str], timeout: float) -> None:
+    def __init__(self, place: str, prefix: list[str], timeout: float, stuck: str = "") -> None:
         self.place = place
         self.timeout = timeout
-        self.lost = ""
+        self.lost = "%s: %s" % (place, stuck) if stuck else ""
+        self.pid = 0
         self._ready = False
         self._buffer = b""
         self._asked: list[float] = []
         self._answered = 0.0
+        self._write = self._read = -1
+        if not self.lost:
+            self._start(prefix)
+
+    def _start(self, prefix: list[str]) -> None:
         ask_end, self._write = os.pipe()
         self._read, answer_end = os.pipe()
         # Different each time: a process can have any name, and names are part of the answers.
@@ -304,8 +311,7 @@ class Session:
                 setsid=True,
             )
         except OSError:
-            self.pid = 0
-            self.lost = "there is no command '%s' to reach %s with" % (argv[0], place)
+            self.lost = "there is no command '%s' to reach %s with" % (argv[0], self.place)
         os.close(ask_end)
         os.close(answer_end)
 
@@ -385,7 +391,8 @@ class Session:
     def close(self) -> None:
         """End the shell by ending its input; reap it if it is already gone, never wait."""
         for end in (self._write, self._read):
-            os.close(end)
+            if end >= 0:
+                os.close(end)
         if self.pid:
             try:
                 os.waitpid(self.pid, os.WNOHANG)
@@ -398,8 +405,10 @@ class Session:
 FIRST_QUESTIONS = ("nodes", "gpus", "gpus")
 
 
-def open_session(target: dict[str, Any]) -> Session:
+def open_session(target: dict[str, Any], stuck: str) -> Session:
     """Start the reader of one target and put the first questions to it.
+
+    :param stuck: as :func:`stuck_call` says it.
 
     A running container is entered with lxc-attach, which is what ``pct exec`` does in the end,
     after loading half a second of Perl. For one that is not running pct is asked for the reason.
@@ -411,11 +420,53 @@ def open_session(target: dict[str, Any]) -> Session:
         place, prefix = "container %d" % vmid, ["lxc-attach", "-n", str(vmid), "--"]
     else:
         place, prefix = "container %d" % vmid, ["pct", "exec", str(vmid), "--"]
-    session = Session(place, prefix, float(target.get("smi_timeout") or 10))
+    session = Session(place, prefix, float(target.get("smi_timeout") or 10), stuck)
     session.ask(*FIRST_QUESTIONS)
     return session
 
 
-def open_sessions(targets: list[dict[str, Any]]) -> dict[str, Session]:
-    """The readers of as many targets as are served at once, by name; the rest start later."""
-    return {str(target["name"]): open_session(target) for target in targets[:TARGETS_AT_ONCE]}
+class Readers:
+    """The readers of a batch of targets, as many of them as are served at once started already."""
+
+    def __init__(self, targets: list[dict[str, Any]]) -> None:
+        self.stuck = stuck_call()
+        self._open = {
+            str(target["name"]): open_session(target, self.stuck)
+            for target in targets[:TARGETS_AT_ONCE]
+        }
+
+    def of(self, target: dict[str, Any]) -> Session:
+        """The reader of this target, started now if its turn has only come now."""
+        return self._open.pop(str(target["name"]), None) or open_session(target, self.stuck)
+
+
+def stuck_call(patience: float = 1.0) -> str:
+    """A call of nvidia-smi that is stuck in the kernel on this node, in words, or ``""``.
+
+    One more would get stuck as well, and each that does holds the driver's locks. A healthy call is
+    in state D for moments only, so one that is found there is looked at again for ``patience``
+    seconds.
+    """
+    until = time.monotonic() + patience
+    found = _calls_in_kernel()
+    while found and time.monotonic() < until:
+        time.sleep(0.05)
+        found &= _calls_in_kernel()
+    pids = ", ".join(str(pid) for pid, _ in sorted(found))
+    return "an earlier nvidia-smi (pid %s) is stuck in the driver" % pids if found else ""
+
+
+def _calls_in_kernel() -> set[tuple[int, str]]:
+    """(PID, start time) of every nvidia-smi that cannot be interrupted right now."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open("/proc/" + name + "/stat", "rb") as text:
+                stat = text.read()
+        except OSError:
+            continue
+        if b"(nvidia-smi) D" in stat:
+            found.add((int(name), stat.rpartition(b")")[2].split()[19].decode()))
+    return found

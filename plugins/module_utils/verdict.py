@@ -328,6 +328,7 @@ REMEDIES = (
     ("not running", "start the container (pct start), or leave it out with -l"),
     ("does not exist", "correct proxmox_vmid or gpuops_proxmox_host in the inventory"),
     ("not installed", "install NVIDIA's user-space tools there, of the driver's version"),
+    ("is stuck in the driver", "the node needs a reboot; nothing was read or signalled"),
     ("did not answer", "see whether nvidia-smi hangs there by hand; if so the node needs a reboot"),
     ("are expected", "see whether a GPU was lost (dmesg), or correct gpuops_expected_gpus"),
     ("version mismatch", "install the user-space tools of the version of the loaded driver"),

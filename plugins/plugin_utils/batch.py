@@ -58,9 +58,9 @@ def load(sources):
         exec(compile(source, name + ".py", "exec", dont_inherit=True), module.__dict__)
 request = json.loads({request!r})
 load({readers!r})
-sessions = parent.nvidia_smi.open_sessions(request["targets"]) if os.geteuid() == 0 else {{}}
+readers = parent.nvidia_smi.Readers(request["targets"]) if os.geteuid() == 0 else None
 load({rest!r})
-parent.node.main(request, sessions)
+parent.node.main(request, readers)
 """
 
 
