@@ -145,10 +145,10 @@ def test_the_program_runs_and_answers(
     line = ran.stdout.splitlines()[-1]
     assert line.startswith(batch.SENTINEL)
     answer = json.loads(line[len(batch.SENTINEL) :])
-    assert set(answer) == {"results", "seconds"}
-    assert sorted(answer["results"]) == ["again", "node1"]
-    assert answer["results"]["node1"]["verdict"] == word
-    assert reason in answer["results"]["node1"]["reason"]
+    assert sorted(answer["hosts"]) == ["again", "node1"]
+    assert answer["hosts"]["node1"]["verdict"] == word
+    assert reason in answer["hosts"]["node1"]["reason"]
+    assert 0 < answer["seconds"] < 30
 
 
 def test_a_machine_without_the_tool_is_unknown(machine: Machine) -> None:
@@ -191,6 +191,7 @@ def test_a_release_of_a_machine_that_is_clean_does_nothing(machine: Machine) -> 
         ({"rc": 0}, "(exit code 0): no output"),
         ({"rc": 0, "stdout": "Welcome!\n"}, "(exit code 0): Welcome!"),
         ({"rc": 0, "stdout": "x gpuops-answer {}\n"}, "gave no answer"),
+        ({"rc": 0, "stdout": 'gpuops-answer {"hosts": {"no'}, "gave no answer"),
         ({"rc": 127, "stderr": "sh: 1: not found"}, "install python3 there"),
     ],
 )
@@ -282,7 +283,7 @@ def test_a_host_takes_its_own_reading_and_nobody_elses() -> None:
 @pytest.mark.parametrize("kind", [gpu_state, gpu_release])
 @pytest.mark.parametrize(
     "result",
-    [{}, {"hosts": {}}, {"hosts": {"ct12": host("clean", "ct12")}}, {"results": []}],
+    [None, [], "", {}, {"hosts": {}}, {"hosts": {"ct12": host("clean", "ct12")}}, {"results": []}],
 )
 def test_no_result_for_a_host_is_a_failure(kind: Any, result: Any) -> None:
     mine = taken(result, kind)
@@ -462,3 +463,51 @@ def test_the_fast_path_and_the_plain_module_agree(
     assert shape(results["fast"]["state"]["hosts"]) == shape(results["plain"]["state"]["hosts"])
     assert shape(results["fast"]["release"]["hosts"]) == shape(results["plain"]["release"]["hosts"])
     assert isinstance(results["plain"]["state"]["seconds"], float)
+
+
+def test_who_survives_a_rung_stays_in_the_diff() -> None:
+    only = host("held", changed=True, holders=[process(7)], actions=[done(7)])
+    mine = taken({"hosts": {"ct129": only}})
+    assert mine["diff"]["after"] == mine["diff"]["before"] == "90007 python3 (lxc 129) on GPU 4\n"
+
+
+@pytest.mark.parametrize("result", ["let go", "gone", "not permitted"])
+def test_only_who_was_sent_a_signal_counts_as_signalled(result: str) -> None:
+    only = host("held", actions=[done(7, result), done(8)])
+    assert taken({"hosts": {"ct129": only}})["rungs"][0]["signalled"] == 1
+
+
+def test_a_host_that_was_settled_before_its_node_was_lost_keeps_its_result() -> None:
+    rounds = {
+        "results": [
+            {"hosts": {"ct129": host("held"), "ct130": host("clean", "ct130")}},
+            {"unreachable": True, "msg": "lost"},
+        ]
+    }
+    assert taken(rounds)["unreachable"] is True
+    assert taken(rounds, name="ct130")["verdict"] == "clean"
+
+
+def test_the_python_that_is_missing_is_named() -> None:
+    made = action(gpu_state, TARGETS, Ran(rc=127))
+    answer = made.execute(TARGETS, {"ansible_python_interpreter": "/opt/python3"})
+    assert "has no /opt/python3" in answer["msg"]
+
+
+def test_a_run_without_root_is_a_verdict_like_any_other(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.tool(CLEAN)
+    ran = Ran()
+    ran.machine = machine
+    full = action(gpu_release, RELEASE, ran).execute(RELEASE, {})["hosts"]["node1"]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    request = action(gpu_release, RELEASE).request(RELEASE)
+    bare = node.run(request)["hosts"]["node1"]
+    assert (bare["verdict"], bare["settled"], bare["changed"]) == ("unknown", True, False)
+    assert "must be root" in bare["reason"]
+    # What does not need a look at the machine is all there.
+    unseen = {"place", "inside", "scope", "holders_only", "readings", "scan"}
+    assert set(bare) == set(full) - {"rung", "earlier"} - unseen
+    merged = taken({"hosts": {"node1": {**bare, "rung": "kill"}}}, name="node1")
+    assert (merged["verdict"], merged["actions"]) == ("unknown", [])

@@ -498,7 +498,10 @@ def test_a_family_of_nobody_ends_at_once() -> None:
     ("evidence", "computes"),
     [
         ({"gpu0": {"descriptor"}, "ctl": {"descriptor"}}, False),
-        ({"gpu0": {"descriptor"}, "nvidia-uvm": {"descriptor"}}, True),
+        # A monitor opens unified memory too, but maps none of it (seen with driver 580).
+        ({"gpu0": {"descriptor"}, "nvidia-uvm": {"descriptor"}}, False),
+        ({"gpu0": {"descriptor"}, "nvidia-uvm": {"descriptor", "mapping"}}, True),
+        ({"nvidia-uvm": {"mapping"}}, True),
         ({"ctl": {"descriptor"}, "nvidia-uvm": {"descriptor"}}, False),
         ({"gpu0": {"driver list"}}, True),
         ({"gpu0": {"mapping"}}, False),
@@ -515,3 +518,34 @@ def test_names_of_users() -> None:
     assert holders.user_name(0) == "root"
     assert holders.user_name(100_000_000) == "100000000"
     assert holders.user_name(None) == ""
+
+
+MAPPED_FILE = (
+    BEGIN
+    + """
+handle = os.open(sys.argv[1], os.O_RDWR)
+memory = mmap.mmap(handle, 4096)
+os.close(handle)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["nvidia0", "nvidiactl", "nvidia\tx", "nvidia\u2028x", "nvidia\u00b2", "nvidia\vx"]
+)
+def test_a_mapped_file_is_no_device_whatever_its_name(
+    python: Python, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "dev" / name
+    path.parent.mkdir()
+    path.write_bytes(bytes(4096))
+    child = python(MAPPED_FILE + WAIT, str(path))
+    assert name.encode() in Path(f"/proc/{child.pid}/maps").read_bytes()
+    assert found(child.pid, deep=True) == {}
+
+
+def test_mappings_of_who_has_a_device_open_are_seen_at_once(python: Python, nodes: Nodes) -> None:
+    mapped, held = nodes.make("dev/nvidia-uvm", 1, 5), nodes.make("nvidia1", 195, 1)
+    child = python(MAPPED + "hold(sys.argv[2]); " + WAIT, mapped, held)
+    assert found(child.pid) == {"gpu1": {"descriptor"}, "nvidia-uvm": {"mapping"}}
+    assert holders.scan(DEVICES, pids=[child.pid]).holders[child.pid].is_workload

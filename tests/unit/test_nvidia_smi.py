@@ -38,6 +38,8 @@ names = st.one_of(
     ),
 )
 numbers = st.integers(min_value=0, max_value=10**7)
+# Used, total and reserved.
+memory = st.tuples(numbers, numbers, numbers).map(lambda mib: (min(mib[:2]), max(mib[:2]), mib[2]))
 
 
 @st.composite
@@ -50,9 +52,7 @@ def rows(draw: st.DrawFn, least: int = 1) -> list[list[str]]:
             str(index),
             f"GPU-{uuid}",
             f"00000000:{draw(st.integers(0, 255)):02X}:00.0",
-            str(draw(numbers)),
-            str(draw(numbers)),
-            str(draw(numbers)),
+            *map(str, draw(memory)),
             str(draw(st.integers(0, 100))),
             str(draw(st.integers(0, 110))),
             f"P{draw(st.integers(0, 12))}",
@@ -132,7 +132,8 @@ def test_memory_that_is_no_number_is_unknown_and_never_zero(
     table[which][3] = value
     reading = parsed(text_of(table))
     assert not reading.readable
-    assert f"memory.used of GPU {which} reads '{value.strip()}'" in reading.problems
+    problem = verdict.unreadable(verdict.Target({"name": "node1"}), reading, 0)
+    assert problem == f"memory.used of GPU {which} reads '{value.strip()}'"
     assert reading.gpus[which].used_mib is None
 
 
@@ -238,7 +239,7 @@ def test_a_reading_is_only_readable_if_every_line_is_a_good_row(
         assert len({match[2].strip() for match in matches}) == len(found)
         assert [gpu.used_mib for gpu in reading.gpus] == [int(match[3]) for match in matches]
     else:
-        assert reading.problems
+        assert verdict.unreadable(verdict.Target({"name": "node1"}), reading, 0)
 
 
 @given(rows(), st.integers(-64, 255).filter(bool))
@@ -475,6 +476,7 @@ def test_a_tool_that_never_answers_is_abandoned_at_the_deadline(place: Place) ->
     # From then on it says so at once, and asks nobody.
     began = time.monotonic()
     assert asked(session).problems == reading.problems
+    session.ask("apps")
     assert session.apps() == ([], reading.problems)
     assert time.monotonic() - began < 0.1
     # The shell is killed, though nobody waits for it.
@@ -587,3 +589,60 @@ def test_sessions_leave_no_descriptor_behind(place: Place) -> None:
         with suppress(ChildProcessError):
             os.waitpid(session.pid, 0)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_tool_that_never_stops_printing_is_abandoned(place: Place) -> None:
+    session = place.session("exec yes noise", timeout=2)
+    began = time.monotonic()
+    reading = asked(session)
+    assert time.monotonic() - began < 5
+    assert not reading.readable
+    assert len(reading.problems) == 1
+    assert reading.problems[0].startswith("container 129: nvidia-smi d")
+
+
+def test_a_tool_that_hangs_is_killed_with_its_shell(place: Place, tmp_path: Path) -> None:
+    session = place.session(f"echo $$ >{tmp_path}/pid; exec sleep 60", timeout=0.5)
+    assert not asked(session).readable
+    tool = Path("/proc") / (tmp_path / "pid").read_text(encoding="ascii").strip()
+    until = time.monotonic() + 2
+    while tool.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not tool.exists()
+
+
+@pytest.mark.parametrize("name", ["gpuops-rc 7", "gpuops-rc x", "gpuops-ready"])
+def test_no_process_can_shift_the_answers_by_its_name(place: Place, name: str) -> None:
+    session = place.session(
+        f"""
+case $1 in
+  --query-gpu=*) echo '{GOOD}' ;;
+  *) echo 'GPU-1, 12, 20, {name}'; echo 'GPU-1, 13, 20, python' ;;
+esac
+"""
+    )
+    session.ask("apps")
+    session.ask("gpus")
+    apps, problems = session.apps()
+    assert ([(app.pid, app.name) for app in apps], problems) == ([(12, name), (13, "python")], [])
+    assert session.gpus().readable
+
+
+def test_thousands_of_digits_are_no_number() -> None:
+    assert nvidia_smi.number("9" * 5000) is None
+    assert nvidia_smi.number("143771") == 143771
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        # memory.used is missing and a comma in the name fills the gap, so that total is read as it.
+        "0, GPU-1, 00000000:00:06.0, 0, 616, 0, 31, P0, 580.159.04, Quadro, RTX",
+        # One field too many before memory.used.
+        "0, GPU-1, 00000000:00:06.0, 0, 76115, 143771, 616, 0, 31, P0, 580.159.04, NVIDIA H200",
+        "0, GPU-1, x, 0, x, x, x, x, x, x, x",
+    ],
+)
+def test_fields_that_are_out_of_place_are_noticed(row: str) -> None:
+    assert not parsed(row + "\n").readable
+    assert parsed(GOOD + "\n").readable

@@ -26,6 +26,8 @@ def target(**different: Any) -> dict[str, Any]:
         "gpus": [],
         "baseline_mib": 0,
         "protect": [],
+        "scope": "node",
+        "holders_only": False,
         "smi_timeout": 10.0,
         **different,
     }
@@ -39,7 +41,7 @@ def test_a_container_is_acted_on_from_its_host() -> None:
     assert route("ct129", proxmox_vmid=129, gpuops_proxmox_host="pve1") == {
         "route": "container",
         "acting": "pve1",
-        "target": target(name="ct129", vmid=129),
+        "target": target(name="ct129", vmid=129, scope="container"),
     }
 
 
@@ -268,7 +270,10 @@ def test_whatever_is_written_there_is_a_route_or_a_sentence(
     made = found["target"]
     assert (found["route"] == "container") is (made["vmid"] in routes.VMIDS)
     assert made["expected_gpus"] >= 0
-    assert made["baseline_mib"] >= 0
+    baseline = made["baseline_mib"]
+    assert all(
+        mib >= 0 for mib in (baseline.values() if isinstance(baseline, dict) else [baseline])
+    )
     assert 0 < made["smi_timeout"] < float("inf")
     assert all(isinstance(word, str) for word in made["gpus"] + made["protect"])
 
@@ -278,6 +283,106 @@ def test_one_odd_variable_at_a_time(key: str, value: Any) -> None:
     try:
         found = route("ct129", **{"proxmox_vmid": 129, "gpuops_proxmox_host": "pve1", key: value})
     except routes.RouteError as error:
-        assert key in str(error) or key == "gpuops_rungs"
+        assert key in str(error) or key in ("gpuops_rungs", "gpuops_baseline_mib")
     else:
         assert found["acting"] in ("pve1", "ct129")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"proxmox_vmid": 129, "gpuops_proxmox_host": ["pve1"]},
+        {"proxmox_vmid": 129, "gpuops_proxmox_host": {"pve1": 1}},
+        {"proxmox_vmid": "9" * 5000},
+        {"gpuops_smi_timeout": 10**400},
+        {**LADDER, "gpuops_profile": ["now"]},
+        {**LADDER, "gpuops_profiles": 5},
+        {**LADDER, "gpuops_profiles": {1: ["kill"]}},
+        {**LADDER, "gpuops_profiles": {"gentle": 5}},
+        {**LADDER, "gpuops_ladder": "kill"},
+        {**LADDER, "gpuops_ladder": [{"select": "devices"}]},
+        {**LADDER, "gpuops_ladder": 5},
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_too(variables: dict[str, Any]) -> None:
+    with pytest.raises(routes.RouteError):
+        route("ct129", **variables)
+
+
+def test_a_rung_named_by_a_number_is_climbed() -> None:
+    ladder = [{"name": 1}, {"name": 2}]
+    variables = {"gpuops_ladder": ladder, "gpuops_profiles": {"p": ["2"]}, "gpuops_profile": "p"}
+    assert routes.rungs(variables) == [{"name": 2}]
+
+
+def test_the_message_names_the_variable_that_is_wrong() -> None:
+    with pytest.raises(routes.RouteError, match="proxmox_node is 'pve9'"):
+        route("ct129", proxmox_vmid=129, proxmox_node="pve9")
+
+
+@pytest.mark.parametrize(
+    ("vmid", "scope"),
+    [
+        (0, "everything"),
+        (0, "node"),
+        (0, "job:6"),
+        (0, "user:ada"),
+        (129, "everything"),
+        (129, "container"),
+        (129, "job:6"),
+    ],
+)
+def test_scopes(vmid: int, scope: str) -> None:
+    found = route("ct129", proxmox_vmid=vmid, gpuops_proxmox_host="pve1", gpuops_scope=scope)
+    assert found["target"]["scope"] == scope
+
+
+@pytest.mark.parametrize(
+    ("vmid", "scope"),
+    [
+        (0, "container"),
+        (0, "job"),
+        (0, "job:"),
+        (0, "everything:1"),
+        (0, "node:"),
+        (0, "all"),
+        (129, "node"),
+        (129, "user:ada"),
+        (129, ":"),
+        (129, ["container"]),
+    ],
+)
+def test_scopes_that_cannot_be(vmid: int, scope: Any) -> None:
+    with pytest.raises(routes.RouteError, match=r"gpuops_scope is .*; write one of everything, "):
+        route("ct129", proxmox_vmid=vmid, gpuops_proxmox_host="pve1", gpuops_scope=scope)
+
+
+def test_a_baseline_for_each_gpu() -> None:
+    found = route("node1", gpuops_baseline_mib={0: "4", "GPU-1": 5})
+    assert found["target"]["baseline_mib"] == {"0": 4, "GPU-1": 5}
+    with pytest.raises(routes.RouteError, match="write a whole number"):
+        route("node1", gpuops_baseline_mib={0: "4 MiB"})
+
+
+@pytest.mark.parametrize(
+    ("value", "meaning"),
+    [
+        (True, True),
+        ("yes", True),
+        ("True", True),
+        (1, True),
+        (False, False),
+        ("no", False),
+        ("", False),
+        (None, False),
+        (0, False),
+    ],
+)
+def test_holders_alone_decide_only_where_that_is_said(value: Any, meaning: bool) -> None:
+    assert route("node1", gpuops_holders_only=value)["target"]["holders_only"] is meaning
+
+
+@pytest.mark.parametrize("value", ["maybe", 2, ["yes"], {}])
+def test_what_is_neither_true_nor_false_is_refused(value: Any) -> None:
+    with pytest.raises(routes.RouteError, match=r"gpuops_holders_only is .*; write true or false"):
+        route("node1", gpuops_holders_only=value)

@@ -95,6 +95,8 @@ def test_another_start_time_is_another_process(
     held = grip(child.pid, start_of(child.pid) + difference)
     assert held.send(name) == "gone"
     assert not held.same()
+    # The one that was seen has ended; the other lives.
+    assert held.ended()
     # A signal would have ended it by now.
     time.sleep(0.05)
     assert child.poll() is None
@@ -278,7 +280,8 @@ def test_what_nobody_waits_for() -> None:
     }
 
 
-def test_a_file_system_without_a_server_is_named(python: Python, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["models", "my models"])
+def test_a_file_system_without_a_server_is_named(python: Python, tmp_path: Path, name: str) -> None:
     source = """
 import ctypes, os, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -292,9 +295,10 @@ os.open(sys.argv[1] + "2", os.O_PATH)  # an ordinary folder beside it
 print("ready", flush=True)
 time.sleep(60)
 """
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models2").mkdir()
-    child = python(source, str(tmp_path / "models"))
-    assert signals.why_stuck(child.pid)["mounts"] == str(tmp_path / "models")
+    point = tmp_path / name
+    point.mkdir()
+    (tmp_path / f"{name}2").mkdir()
+    child = python(source, str(point))
+    assert signals.why_stuck(child.pid)["mounts"] == str(point)
     # The same mount matters to nobody who has nothing open on it.
     assert signals.why_stuck(os.getpid())["mounts"] == ""

@@ -23,6 +23,7 @@ def gpu(index: int, used: int | None, minor: int | None = -1) -> nvidia_smi.Gpu:
     made = nvidia_smi.Gpu(index, uuid_of(index))
     made.bus_id = f"00000000:{index + 0x1A:02X}:00.0"
     made.used_mib = used
+    made.used_text = "[N/A]" if used is None else str(used)
     made.minor = index if minor == -1 else minor
     return made
 
@@ -32,11 +33,7 @@ def uuid_of(index: int) -> str:
 
 
 def reading(*gpus: nvidia_smi.Gpu, problems: tuple[str, ...] = ()) -> nvidia_smi.Reading:
-    # As the parser has it: a GPU without a value is a problem of the reading.
-    found = [
-        f"memory.used of GPU {each.index} reads '[N/A]'" for each in gpus if each.used_mib is None
-    ]
-    return nvidia_smi.Reading(list(gpus), [*problems, *found])
+    return nvidia_smi.Reading(list(gpus), list(problems))
 
 
 def holder(pid: int, evidence: dict[str, set[str]], name: str = "python3") -> holders.Holder:
@@ -111,7 +108,7 @@ TABLE = {
     "within the baseline": (
         Case(twice(4, 0), spec={"baseline_mib": 4}),
         "clean",
-        "at 4 MiB or less (baseline 4)",
+        "at 4 MiB or less, within the declared baseline",
     ),
     "in a container": (Case(twice(0), spec={"vmid": 129}), "clean", "in container 129"),
     "a protected monitor at zero": (Case(twice(0), protected=[monitor(9, 0)]), "clean", "1 of 1"),
@@ -319,7 +316,7 @@ def test_what_explains_memory() -> None:
         False,
         True,
     ]
-    assert verdict.explains(holder(1, {"gpu0": {D}, "nvidia-uvm": {D}}), 0)
+    assert verdict.explains(holder(1, {"gpu0": {D}, "nvidia-uvm": {D, MAP}}), 0)
     assert verdict.explains(holder(1, {"gpu0": {MAP}}), 0)
     assert verdict.explains(holder(1, {"gpu0": {"task descriptor"}}), 0)
     assert not verdict.explains(holder(1, {"gpu0": {MAP}}), 1)
@@ -346,7 +343,9 @@ def proved_clean(case: Case) -> bool:
     last = case.readings[-2:]
     expected = case.spec.get("expected_gpus") or case.nodes
     for each in last:
-        if each.problems or not each.gpus or (expected and len(each.gpus) != expected):
+        if each.problems or not each.gpus or any(one.used_mib is None for one in each.gpus):
+            return False
+        if expected and len(each.gpus) != expected:
             return False
         wanted = wanted_in(case, each)
         if not wanted or len(wanted) < len(case.spec.get("gpus") or []):
@@ -503,7 +502,7 @@ def test_one_thing_wrong_and_it_is_not_clean(case: Case, data: st.DataObject) ->
         expected = "unknown" if before else "held"
     elif wrong == "value":
         same.used_mib = None
-        spoilt.problems.append("memory.used reads '[N/A]'")
+        case.readings[-2 if before else -1] = reading(*spoilt.gpus)
     elif wrong == "mine":
         case.mine = [holder(9, {f"gpu{one.minor}": {D}})]
         expected = "held"
@@ -535,6 +534,8 @@ GPU = gpu(4, 0)  # GPU-…04 at 00000000:1E:00.0
         "00000000:1e:00.0",
         "0000:1E:00.0",
         "0000:1e:00.0",
+        "1E:00.0",
+        "1e:00.0",
     ],
 )
 def test_ways_to_ask_for_a_gpu(asked: str) -> None:
@@ -655,3 +656,38 @@ def test_what_to_do_about_a_reading_that_failed(problem: str, remedy: str) -> No
     judged = Case([reading(problems=(problem,))]).judge()
     assert (judged.word, judged.reason) == ("unknown", problem)
     assert remedy in judged.remedy
+
+
+def test_memory_is_not_ascribed_to_who_is_on_other_gpus() -> None:
+    judged = Case(twice(7, 500), mine=[workload(9, 1)], spec={"gpus": ["0"]}).judge()
+    assert judged.word == "held"
+    assert judged.reason == "GPU 0: 7 MiB, and no process holds it"
+
+
+def test_a_wildcard_protects_also_who_shows_only_a_name_that_was_cut_off() -> None:
+    # In state D the command line is not read.
+    one = holder(9, {"gpu0": {D}}, "nvidia-fabricma")
+    one.command = ""
+    assert verdict.protected_by(one, ["nvidia-fabricmanager*"]) == "nvidia-fabricmanager*"
+    assert verdict.protected_by(one, ["nvidia-persistenced*"]) == ""
+
+
+@pytest.mark.parametrize("name", ["0", 0, uuid_of(0), "0000:1a:00.0"])
+def test_a_baseline_for_one_gpu_is_for_no_other(name: Any) -> None:
+    spec = {"baseline_mib": {name: 5}}
+    assert Case(twice(5, 0), spec=spec).judge().word == "clean"
+    assert Case(twice(6, 0), spec=spec).judge().word == "held"
+    assert Case(twice(0, 5), spec=spec).judge().word == "held"
+
+
+def test_where_holders_alone_decide_memory_may_be_unknown() -> None:
+    spec = {"holders_only": True}
+    assert Case(twice(None), spec=spec).judge().word == "clean"
+    assert "cannot be read" in Case(twice(None), spec=spec).judge().reason
+    assert Case(twice(None), mine=[workload(9, 0)], spec=spec).judge().word == "held"
+    assert Case(twice(None), foreign=[workload(9, 0)], spec=spec).judge().word == "blocked"
+    assert Case(twice(7), spec=spec).judge().word == "held"
+    assert Case([reading(gpu(0, None), problems=("it failed",))] * 2, spec=spec).judge().word == (
+        "unknown"
+    )
+    assert Case(twice(None)[:1], spec=spec).judge().word == "unknown"
