@@ -395,8 +395,16 @@ PLAY = """
         targets: "{{ targets }}"
         rung: {name: kill, select: devices, signal: KILL, wait: 1}
       register: release
+    - gpuops.gpu.gpu_state:
+        targets: "{{ targets }}"
+      async: 20
+      poll: 1
+      register: later
+      when: inventory_hostname == 'fast'
     - ansible.builtin.debug:
-        msg: "{{ {inventory_hostname: {'state': state, 'release': release}} | to_json }}"
+        msg: "{{ {inventory_hostname: results} | to_json }}"
+      vars:
+        results: {state: "{{ state }}", release: "{{ release }}", later: "{{ later }}"}
 """
 
 
@@ -442,6 +450,7 @@ def test_the_fast_path_and_the_plain_module_agree(
         ANSIBLE_CONNECTION_PLUGINS=str(tmp_path),
         ANSIBLE_HOME=str(tmp_path / "home"),
         ANSIBLE_REMOTE_TMP=str(tmp_path / "remote"),
+        ANSIBLE_ASYNC_DIR=str(tmp_path / "async"),
         ANSIBLE_NOCOLOR="1",
         ANSIBLE_CALLBACK_RESULT_FORMAT="json",
     )
@@ -463,6 +472,9 @@ def test_the_fast_path_and_the_plain_module_agree(
     assert shape(results["fast"]["state"]["hosts"]) == shape(results["plain"]["state"]["hosts"])
     assert shape(results["fast"]["release"]["hosts"]) == shape(results["plain"]["release"]["hosts"])
     assert isinstance(results["plain"]["state"]["seconds"], float)
+    # Nor can what runs in the background be sent over standard input.
+    assert shape(results["fast"]["later"]["hosts"]) == shape(results["plain"]["state"]["hosts"])
+    assert results["fast"]["later"]["finished"]
 
 
 def test_who_survives_a_rung_stays_in_the_diff() -> None:

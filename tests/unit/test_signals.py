@@ -249,12 +249,16 @@ def test_a_handle_is_given_back(python: Python, start_of: Start) -> None:
 
 def test_what_a_sleeping_process_waits_for(python: Python) -> None:
     child = python(SLEEP)
-    assert until(lambda: state(child.pid) == "S")
+    wchan = Path(f"/proc/{child.pid}/wchan")
+
+    def asleep() -> bool:
+        channel = wchan.read_text(encoding="ascii").removeprefix("0")
+        why = signals.why_stuck(child.pid)
+        return (why["state"], why["wait_channel"]) == ("S", channel)
+
+    assert until(asleep)
     why = signals.why_stuck(child.pid)
     assert set(why) == {"state", "wait_channel", "stack", "mounts"}
-    assert why["state"] == "S"
-    channel = Path(f"/proc/{child.pid}/wchan").read_text(encoding="ascii")
-    assert why["wait_channel"] == ("" if channel == "0" else channel)
     assert why["mounts"] == ""
     os.kill(child.pid, signal.SIGSTOP)
     assert until(lambda: signals.why_stuck(child.pid)["state"] == "T")
