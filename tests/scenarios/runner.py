@@ -68,7 +68,16 @@ class Run:
 
     def results(self, host: str) -> list[dict[str, Any]]:
         """This host's results that carry a verdict, in order."""
-        return [event["result"] for event in self.of("verdict") if event["host"] == host]
+        return [event["result"] for event in self.verdicts if event["host"] == host]
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        """The events that carry a verdict: of tasks that went well and of those that failed."""
+        return [
+            event
+            for event in self.events
+            if event["event"] in ("verdict", "failed") and "verdict" in event["result"]
+        ]
 
     def refusals(self, host: str) -> list[str]:
         """The messages with which a host failed or could not be reached."""
@@ -90,7 +99,7 @@ class Run:
     def actions(self, outcome: str) -> list[dict[str, Any]]:
         """Everything that was (or in check mode would be) signalled, in order."""
         found = []
-        for host in {event["host"] for event in self.of("verdict")}:
+        for host in {event["host"] for event in self.verdicts}:
             lists = [result["actions"] for result in self.results(host) if result.get("actions")]
             found += [action for action in (lists[-1] if lists else [])]
         return [action for action in found if action["result"] == outcome]
@@ -98,9 +107,7 @@ class Run:
     @property
     def spared(self) -> list[dict[str, Any]]:
         """Everybody who was reported as seen and left alone."""
-        return [
-            holder for event in self.of("verdict") for holder in event["result"].get("spared", [])
-        ]
+        return [holder for event in self.verdicts for holder in event["result"].get("spared", [])]
 
     @property
     def words(self) -> str:
@@ -338,9 +345,8 @@ class World:
             host = options.pop("host")
             if "gpus" in options:
                 options["gpus"] = str(options["gpus"])
-            options["respawn"] = {True: -1}.get(
-                options.get("respawn", 0), options.get("respawn", 0)
-            )
+            respawn = options.get("respawn", 0)
+            options["respawn"] = -1 if respawn is True else respawn
             held = self.lab.hold_many(host, options.pop("count", 1), **options)
             self.held[label] = [dict(holder, respawn=options["respawn"]) for holder in held]
         elif verb == "fault":
@@ -359,10 +365,10 @@ class World:
                 self.end(holder)
         elif verb == "user":
             self.worn = True
+            home = f"/home/{what['name']}"
             script = (
-                f"useradd -m -s /bin/bash {what['name']} 2>&1; cp -r /root/.ssh "
-                f"/home/{what['name']}/; chown -R {what['name']} /home/{what['name']}/.ssh; "
-                f"usermod -p '*' {what['name']}"
+                f"mkdir -p {home} && cp -r /root/.ssh {home}/ && chown -R 1007 {home} && "
+                f"echo '{what['name']}:x:1007:1007::{home}:/bin/bash' >>/etc/passwd"
             )
             self.lab.inside(what["host"], ["sh", "-c", script], check=True)
         elif verb == "plain":
