@@ -214,6 +214,7 @@ def _collect_worker(child: int, pipe: int, until: float) -> list[tuple[int, str,
     os.close(pipe)
     if not data.endswith(b"end\n"):
         os.kill(child, signal.SIGKILL)
+        os.waitpid(child, os.WNOHANG)  # never waited for: it may be stuck
         return [(child, UNREADABLE, "")]
     os.waitpid(child, 0)
     rows = [line.split("\t") for line in data.decode().split("\n")[:-2]]

@@ -249,7 +249,8 @@ class Work:
 
     def wanted(self) -> list[nvidia_smi.Gpu]:
         """The GPUs of the last reading that this run is about."""
-        return [gpu for gpu in self.readings[-1].gpus if self.target.wants(gpu)]
+        last = self.readings[-1].gpus if self.readings else []
+        return [gpu for gpu in last if self.target.wants(gpu)]
 
     def problem(self) -> str:
         """What is wrong with the last reading, if anything."""
@@ -302,14 +303,14 @@ class Work:
         self.count_nodes()
         self.read()
         self.look(began)
-        if self.all_zero() and not self.view.mine:
+        if self.all_zero():
             self.read()
         return self.result()
 
     def gpus(self) -> list[dict[str, Any]]:
         """The GPUs of the last reading with verdict and unattributed memory."""
         rows = []
-        for gpu in self.wanted() if self.readings else []:
+        for gpu in self.wanted():
             row = gpu.as_dict()
             row["verdict"] = verdict.judge_gpu(self.target, gpu, self.view)
             row["unattributed_mib"] = self.loose_mib(gpu)
@@ -343,7 +344,7 @@ class Work:
             stuck={str(pid): why for pid, why in self.view.stuck.items()},
             actions=self.actions,
             changed=any(each["result"] == "sent" for each in self.actions),
-            settled=judged.word != verdict.HELD or not self.view.mine,
+            settled=judged.word != verdict.HELD or not self.concerned(),
             waiting=judged.word == verdict.HELD and not self.returned(1),
             readings=len(self.readings),
             timings=self.timings,
@@ -367,7 +368,7 @@ class Work:
         if result["verdict"] != verdict.HELD:
             return result
         done = {each["node_pid"] for each in self.earlier} if check else set()
-        left = [holder for holder in self.view.mine if holder.pid not in done]
+        left = [holder for holder in self.concerned() if holder.pid not in done]
         chosen = [holder for holder in self.choose(rung["select"]) if holder in left]
         if check:
             self.actions = [action(holder, rung, "would be sent") for holder in chosen]
@@ -383,13 +384,12 @@ class Work:
     def choose(self, select: str) -> list[holders.Holder]:
         """The holders that a rung is about, out of those in scope and not protected."""
         dirty = {gpu.minor for gpu in self.wanted() if not self.target.is_zero(gpu)}
+        return [holder for holder in self.concerned() if SELECTIONS[select](holder, dirty)]
+
+    def concerned(self) -> list[holders.Holder]:
+        """Those of mine that hold a GPU this run is about; all, if it is about all GPUs."""
         asked = {gpu.minor for gpu in self.wanted()}
-        everything = not self.target.gpus
-        return [
-            holder
-            for holder in self.view.mine
-            if SELECTIONS[select](holder, dirty) and (everything or holder.gpus & asked)
-        ]
+        return [holder for holder in self.view.mine if not self.target.gpus or holder.gpus & asked]
 
     def signal_all(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
         """Signal each of these that is still itself and still holds a device."""

@@ -34,6 +34,9 @@ GPU_FIELDS = (
 )
 APP_FIELDS = ("gpu_uuid", "pid", "used_gpu_memory", "process_name")
 
+# How the driver says that it does not tell a value at all, as on GPUs without memory of their own.
+NOT_AVAILABLE = ("[N/A]", "N/A", "[Not Supported]")
+
 NOT_TOLD = r"|\[[^]]*\]|N/A"
 BUS_ID = re.compile(r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]$")
 PSTATE = re.compile(r"(P\d{1,2}" + NOT_TOLD + r")$")
@@ -101,23 +104,24 @@ class Gpu:
 class Reading:
     """One answer of nvidia-smi about all GPUs, with everything wrong in it named.
 
-    ``values_unknown`` names the memory values that are no numbers, in rows that are otherwise good.
+    ``not_told`` names the GPUs whose memory the driver does not tell, in rows that are good: some
+    machines do that by design. Any other value that is no number is a problem.
     """
 
     def __init__(self, gpus: list[Gpu], problems: list[str], exit_code: int | None = 0) -> None:
         self.gpus = gpus
         self.problems = problems
         self.exit_code = exit_code
-        self.values_unknown = [
+        self.not_told = [
             "memory.used of GPU %d reads '%s'" % (gpu.index, gpu.used_text)
             for gpu in gpus
-            if gpu.used_mib is None
+            if gpu.used_text in NOT_AVAILABLE
         ]
 
     @property
     def readable(self) -> bool:
         """True only if every row was understood, every value is known, and there is a row."""
-        return not self.problems and not self.values_unknown and bool(self.gpus)
+        return not self.problems and not self.not_told and bool(self.gpus)
 
 
 class App:
@@ -166,6 +170,8 @@ def parse_gpus(text: str, exit_code: int) -> Reading:
             problems.append("nvidia-smi printed a line that is no GPU: '%s'" % line.strip()[:200])
             continue
         gpu = gpu_from_row(index, values)
+        if gpu.used_mib is None and gpu.used_text not in NOT_AVAILABLE:
+            problems.append("memory.used of GPU %d reads '%s'" % (index, gpu.used_text))
         if any(gpu.index == other.index or gpu.uuid == other.uuid for other in gpus):
             problems.append("nvidia-smi lists GPU %d (%s) twice" % (index, gpu.uuid))
         gpus.append(gpu)
@@ -309,6 +315,8 @@ class Session:
                     (os.POSIX_SPAWN_DUP2, answer_end, 2),
                 ],
                 setsid=True,
+                # Python ignores SIGPIPE, and children would inherit that.
+                setsigdef=[signal.SIGPIPE],
             )
         except OSError:
             self.lost = "there is no command '%s' to reach %s with" % (argv[0], self.place)

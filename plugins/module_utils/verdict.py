@@ -158,15 +158,15 @@ def unreadable(target: Target, reading: nvidia_smi.Reading, nodes: int) -> str:
 
     :param nodes: how many GPUs the machine should have if the inventory does not say.
     """
-    problems = reading.problems + ([] if target.holders_only else reading.values_unknown)
+    problems = reading.problems + ([] if target.holders_only else reading.not_told)
     if problems or not reading.gpus:
         return problems[0] if problems else "nvidia-smi listed no GPU"
     expected = target.expected_gpus or nodes
     if expected and len(reading.gpus) != expected:
         return "nvidia-smi lists %d GPUs where %d are expected" % (len(reading.gpus), expected)
-    matched = [gpu for gpu in reading.gpus if target.wants(gpu)]
-    if len(matched) < max(1, len(target.gpus)):
-        return "not all of the GPUs asked for (%s) are listed" % ", ".join(target.gpus)
+    for name in target.gpus:
+        if not any(is_called(gpu, name) for gpu in reading.gpus):
+            return "the GPU asked for (%s) is not listed" % name
     return ""
 
 

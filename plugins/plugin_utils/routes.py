@@ -71,7 +71,8 @@ def baseline(variables: Mapping[str, Any]) -> int | dict[str, int]:
     """
     value = variables.get("gpuops_baseline_mib")
     if isinstance(value, Mapping):
-        return {str(gpu): whole(value, gpu, 0) for gpu in value}
+        named = {f"gpuops_baseline_mib[{gpu}]": mib for gpu, mib in value.items()}
+        return {str(gpu): whole(named, f"gpuops_baseline_mib[{gpu}]", 0) for gpu in value}
     return whole(variables, "gpuops_baseline_mib", 0)
 
 
@@ -138,8 +139,10 @@ def check_verify(variables: Mapping[str, Any]) -> None:
 
     :raises RouteError: one of them cannot be.
     """
-    if whole(variables, "gpuops_verify_retries", 1) < 1:
-        raise RouteError("gpuops_verify_retries is 0; write 1 or more")
+    retries = variables.get("gpuops_verify_retries", 1)
+    if str(retries) == "0" or str(retries).startswith("-"):
+        raise RouteError(f"gpuops_verify_retries is {retries}; write 1 or more")
+    whole(variables, "gpuops_verify_retries", 1)
     for key in ("gpuops_verify_delay", "gpuops_verify_fresh"):
         if variables.get(key) not in (0, "0", 0.0):
             seconds(variables, key, 1.0)

@@ -386,3 +386,8 @@ def test_holders_alone_decide_only_where_that_is_said(value: Any, meaning: bool)
 def test_what_is_neither_true_nor_false_is_refused(value: Any) -> None:
     with pytest.raises(routes.RouteError, match=r"gpuops_holders_only is .*; write true or false"):
         route("node1", gpuops_holders_only=value)
+
+
+def test_a_wrong_baseline_of_one_gpu_names_the_variable() -> None:
+    with pytest.raises(routes.RouteError, match=r"gpuops_baseline_mib\[0\] is '4 MiB'"):
+        route("node1", gpuops_baseline_mib={0: "4 MiB"})

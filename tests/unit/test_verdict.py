@@ -179,12 +179,12 @@ TABLE = {
     "not the GPU asked for": (
         Case(twice(0), spec={"gpus": ["5"]}),
         "unknown",
-        "not all of the GPUs asked for (5) are listed",
+        "the GPU asked for (5) is not listed",
     ),
-    "not all of the GPUs asked for": (
+    "one of the GPUs asked for is not there": (
         Case(twice(0, 0), spec={"gpus": ["0", "5"]}),
         "unknown",
-        "not all of the GPUs asked for (0, 5) are listed",
+        "the GPU asked for (5) is not listed",
     ),
     "processes that could not be looked at": (
         Case(twice(0), unreadable=3),
@@ -691,3 +691,31 @@ def test_where_holders_alone_decide_memory_may_be_unknown() -> None:
         "unknown"
     )
     assert Case(twice(None)[:1], spec=spec).judge().word == "unknown"
+
+
+ROW = "0, GPU-1, 00000000:00:06.0, {}, 143771, 616, 0, 31, P0, 580.159.04, NVIDIA GB10\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("[N/A]", "clean"),
+        ("[Not Supported]", "clean"),
+        ("[GPU is lost]", "unknown"),
+        ("[GPU requires reset]", "unknown"),
+        ("[Unknown Error]", "unknown"),
+        ("[Insufficient Permissions]", "unknown"),
+        ("", "unknown"),
+        ("0 MiB", "unknown"),
+        ("-1", "unknown"),
+    ],
+)
+def test_holders_only_forgives_not_available_and_nothing_else(value: str, word: str) -> None:
+    target = verdict.Target({"name": "n", "holders_only": True})
+    readings = [nvidia_smi.parse_gpus(ROW.format(value), 0)] * 2
+    assert verdict.judge(target, readings, verdict.View(), 1).word == word
+
+
+def test_the_same_gpu_asked_for_twice_is_one_gpu() -> None:
+    target = verdict.Target({"name": "n", "gpus": ["0", "GPU-1"]})
+    assert verdict.unreadable(target, nvidia_smi.parse_gpus(ROW.format(0), 0), 1) == ""
