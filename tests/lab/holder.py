@@ -19,6 +19,8 @@ from typing import Any
 
 DRIVER = "/proc/driver/lab/driver.sock"
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432  # the same on every architecture
 SYS_EXIT = 93 if os.uname().machine == "aarch64" else 60
 
 Spec = dict[str, Any]
@@ -66,36 +68,67 @@ def rename(name: str, whole_line: bool) -> None:
     ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
-def open_nodes(minors: list[int], control: bool) -> None:
+def open_nodes(minors: list[int]) -> None:
     """O_PATH: opening c 195:N for reading fails without the real driver (ENXIO)."""
-    for minor in minors:
-        os.open(f"/dev/nvidia{minor}", os.O_PATH)
-    if control:
-        for name in ("/dev/nvidiactl", "/dev/nvidia-uvm"):
-            os.open(name, os.O_PATH)
+    for name in (*(f"nvidia{minor}" for minor in minors), "nvidiactl", "nvidia-uvm"):
+        os.open(f"/dev/{name}", os.O_PATH)
+
+
+def system(result: int, what: str) -> int:
+    """The result of a system call, or its error."""
+    if result < 0:
+        raise OSError(ctypes.get_errno(), what)
+    return result
 
 
 def mount(source: str, target: str, kind: str, flags: int) -> None:
     """mount(2)."""
-    if libc.mount(source.encode(), target.encode(), kind.encode(), flags, None):
-        raise OSError(ctypes.get_errno(), f"mount {target}")
+    system(libc.mount(source.encode(), target.encode(), kind.encode(), flags, None), "mount")
 
 
-def map_nodes(minors: list[int]) -> None:
-    """Only mappings named /dev/nvidiaN, no descriptor.
+def open_standins(names: list[str]) -> list[int]:
+    """Files that can be mapped (c 1:5) and are called /dev/NAME, as every reader of maps sees.
 
-    c 195:N cannot be mapped without the driver, so a stand-in (c 1:5) is bound over the node in a
-    mount namespace of this process alone, opened, mapped and closed.
+    c 195:N cannot be mapped without the driver. The stand-ins are in a file system of their own
+    that is mounted nowhere, so that nobody's /dev changes.
     """
-    if libc.unshare(CLONE_NEWNS):
-        raise OSError(ctypes.get_errno(), "unshare")
+    create, path_only = 6, os.O_PATH | os.O_DIRECTORY
+    context = system(libc.syscall(SYS_FSOPEN, b"tmpfs", 0), "fsopen")
+    system(libc.syscall(SYS_FSCONFIG, context, create, None, None, 0), "fsconfig")
+    tree = system(libc.syscall(SYS_FSMOUNT, context, 0, 0), "fsmount")
+    os.mkdir("dev", dir_fd=tree)
+    directory = os.open("dev", path_only, dir_fd=tree)
+    try:
+        for name in names:
+            os.mknod(name, stat.S_IFCHR | 0o666, os.makedev(1, 5), dir_fd=directory)
+        return [os.open(name, os.O_RDWR, dir_fd=directory) for name in names]
+    finally:
+        for fd in (context, tree, directory):
+            os.close(fd)
+
+
+def bind_standins(names: list[str]) -> list[int]:
+    """The same where there is no mknod (an unprivileged container): /dev/zero is bound over the
+    nodes, in a mount namespace of this process alone."""
+    system(libc.unshare(CLONE_NEWNS), "unshare")
     mount("none", "/", "", MS_REC | MS_PRIVATE)
-    mount("standin", "/mnt", "tmpfs", 0)
-    for minor in minors:
-        standin = f"/mnt/nvidia{minor}"
-        os.mknod(standin, stat.S_IFCHR | 0o666, os.makedev(1, 5))
-        mount(standin, f"/dev/nvidia{minor}", "", MS_BIND)
-        fd = os.open(f"/dev/nvidia{minor}", os.O_RDWR)
+    opened = []
+    for name in names:
+        mount("/dev/zero", f"/dev/{name}", "", MS_BIND)
+        opened.append(os.open(f"/dev/{name}", os.O_RDWR))
+        system(libc.umount2(f"/dev/{name}".encode(), MNT_DETACH), "umount")
+    return opened
+
+
+def map_nodes(minors: list[int], control: bool = True) -> None:
+    """The mappings that a CUDA process has: its GPUs, and with `control` nvidiactl and uvm."""
+    names = [f"nvidia{minor}" for minor in minors]
+    names += ["nvidiactl", "nvidia-uvm"] if control else []
+    try:
+        opened = open_standins(names)
+    except PermissionError:
+        opened = bind_standins(names)
+    for fd in opened:
         # Not Python's mmap: that keeps a duplicate of the descriptor.
         flags = mmap.PROT_READ | mmap.PROT_WRITE
         if libc.mmap(None, 4096, flags, mmap.MAP_PRIVATE, fd, 0) == ctypes.c_void_p(-1).value:
@@ -134,10 +167,10 @@ def hold(spec: Spec) -> None:
     rename(spec["name"], spec["whole_line"])
     if kind == "dead-main-thread":
         main_thread_exits(spec)
-    if kind == "mapped-only":
-        map_nodes(minors)
-    else:
-        open_nodes(minors, control=kind != "open-only")
+    if kind != "open-only":
+        map_nodes(minors, control=kind != "mapped-only")
+    if kind != "mapped-only":
+        open_nodes(minors)
     become_user(spec)
     register(spec)
     if kind == "stopped":
@@ -152,7 +185,8 @@ def main_thread_exits(spec: Spec) -> None:
     """The main thread ends (not the process); another thread opens the devices and lives on."""
 
     def live_on() -> None:
-        open_nodes(spec["minors"], control=True)
+        map_nodes(spec["minors"])
+        open_nodes(spec["minors"])
         become_user(spec)
         register(spec)
         forever()

@@ -212,15 +212,34 @@ def test_dead_main_thread(lab: Lab) -> None:
     until(lambda: not any(used(lab, "ct129")))
 
 
+def mapped(lab: Lab, host: str, pid: int) -> list[str]:
+    """The names of the driver's nodes that a process has mapped, as seen from a host."""
+    paths = [line.split()[5:] for line in sh(lab, host, f"cat /proc/{pid}/maps").splitlines()]
+    return sorted(path[0] for path in paths if path and "nvidia" in path[0])
+
+
+def descriptors(lab: Lab, host: str, pid: int) -> list[str]:
+    """The driver's nodes that a process has open."""
+    links = sh(lab, host, f"readlink /proc/{pid}/fd/* /proc/{pid}/task/*/fd/*").split()
+    return sorted({link for link in links if "nvidia" in link})
+
+
+def test_a_server_has_descriptors_and_mappings_like_a_cuda_process(lab: Lab) -> None:
+    holder = lab.hold("ct129", gpus="0,6", user="alice")
+    nodes = ["/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidia6", "/dev/nvidiactl"]
+    for host, pid in (("ct129", holder["pid"]), ("pve1", holder["node_pid"])):
+        assert descriptors(lab, host, pid) == mapped(lab, host, pid) == nodes
+    namespaces = sh(lab, "ct129", f"readlink /proc/1/ns/mnt /proc/{holder['pid']}/ns/mnt").split()
+    assert len(set(namespaces)) == 1  # everybody's /dev is the same
+
+
 def test_mapped_only(lab: Lab) -> None:
     holder = lab.hold("ct129", gpus="0,6", kind="mapped-only", mib=6256)
     assert used(lab, "ct129")[6] == 6256
     assert not sh(lab, "ct129", APPS)
     for host, pid in (("ct129", holder["pid"]), ("pve1", holder["node_pid"])):
-        assert "nvidia" not in sh(lab, host, f"readlink /proc/{pid}/fd/* /proc/{pid}/task/*/fd/*")
-        names = [line.split()[5:] for line in sh(lab, host, f"cat /proc/{pid}/maps").splitlines()]
-        mapped = sorted(name[0] for name in names if name and "nvidia" in name[0])
-        assert mapped == ["/dev/nvidia0", "/dev/nvidia6"]
+        assert descriptors(lab, host, pid) == []
+        assert mapped(lab, host, pid) == ["/dev/nvidia0", "/dev/nvidia6"]
 
 
 def test_open_only(lab: Lab) -> None:
@@ -228,6 +247,9 @@ def test_open_only(lab: Lab) -> None:
     assert not any(used(lab, "node1"))
     assert not sh(lab, "node1", APPS)
     assert fuser(lab, "node1", 0) == [holder["pid"]]
+    nodes = ["/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"]
+    assert descriptors(lab, "node1", holder["pid"]) == nodes
+    assert mapped(lab, "node1", holder["pid"]) == []
 
 
 @pytest.mark.parametrize("host", ["ct129", "node1"])
