@@ -47,12 +47,14 @@ def watcher(gpu: None) -> Iterator[parts.Watcher]:
 def figures(gpu: None) -> Iterator[report.Figures]:
     """Everything that was measured; written to docs/real-gpu.md at the end of a whole run."""
     made = report.Figures()
-    yield made
-    made.finish()
-    if path := os.environ.get("GPU_TEST_DOC"):
-        Path(path).write_text(made.document(), encoding="utf-8")
-    if path := os.environ.get("GPU_TEST_RAW"):
-        Path(path).write_text(made.raw(), encoding="utf-8")
+    try:
+        yield made
+    finally:
+        made.finish()
+        if path := os.environ.get("GPU_TEST_RAW"):
+            Path(path).write_text(made.raw(), encoding="utf-8")
+        if path := os.environ.get("GPU_TEST_DOC"):
+            Path(path).write_text(made.document(), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +62,7 @@ def bystanders(
     gpu: None, folder: Path, containers: dict[int, parts.Container], watcher: parts.Watcher
 ) -> Iterator[list[parts.Process]]:
     """Who must be alive after every single scenario."""
-    bench = parts.Bench(folder / "bystanders")
-    bench.folder.mkdir()
+    bench = parts.Bench(folder)
     bench.start("idle", 0, name="sglang::router")
     bench.start("idle", 0, name="python3", vmid=129)
     bench.start("idle", 0, name="sglang::sched", vmid=130)
@@ -76,4 +77,4 @@ def bench(folder: Path, watcher: parts.Watcher) -> Iterator[parts.Bench]:
     made = parts.Bench(folder)
     yield made
     made.end_all()
-    parts.wait_for("the GPU is idle again", lambda: watcher.mib == 0, 30)
+    parts.wait_for("the GPU is idle again", lambda: watcher.mib == 0, 10)

@@ -77,6 +77,11 @@ def truth() -> tuple[list[int], list[str]]:
     return used, apps
 
 
+def utilisation() -> int:
+    """Per cent, as nvidia-smi says it."""
+    return int(smi("--query-gpu=utilization.gpu").split()[0])
+
+
 def stat_fields(pid: int) -> list[str]:
     """/proc/PID/stat from the state on; nothing if it is gone."""
     try:
@@ -147,6 +152,7 @@ class Watcher:
     def __init__(self, device: int = 0) -> None:
         self.used: list[tuple[float, int]] = []
         self.dying: dict[int, float] = {}
+        self.watching: set[int] = set()
         self.popen = subprocess.Popen(
             [sys.executable, str(HOLDER.with_name("watcher.py")), str(device)],
             stdin=subprocess.PIPE,
@@ -163,16 +169,28 @@ class Watcher:
             word, when, value = line.split()
             if word == "used":
                 self.used.append((float(when), int(value)))
+            elif word == "watching":
+                self.watching.add(int(value))
             else:
                 self.dying[int(value)] = float(when)
 
     def watch(self, processes: list[Process]) -> None:
-        """Note when these begin to exit."""
+        """Note when these begin to exit; returns as soon as they are watched."""
         assert self.popen.stdin
         self.dying.clear()
+        self.watching.clear()
         for process in processes:
             self.popen.stdin.write(f"watch {process.pid}\n")
         self.popen.stdin.flush()
+        pids = {process.pid for process in processes}
+        wait_for("the stopwatch watches", lambda: self.watching >= pids, 5)
+
+    def died(self, process: Process) -> float:
+        """When it began to exit."""
+        when: float = wait_for(
+            f"{process.label} is seen dying", lambda: self.dying.get(process.pid), 5
+        )
+        return when
 
     @property
     def mib(self) -> int:
@@ -195,7 +213,7 @@ class Bench:
     """Starts holders and ends them all; everything that it started is in ``started``."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = Path(tempfile.mkdtemp(dir=folder))
         self.started: list[Process] = []
         self.count = 0
 
@@ -424,13 +442,13 @@ class Played:
 
     @property
     def final(self) -> dict[str, Any]:
-        """Its last reading."""
-        return self.last("verdict")
+        """Its last result with a verdict and the reason for it."""
+        return self.last("reason")
 
     @property
     def release(self) -> dict[str, Any]:
         """What the ladder did; empty if it was not climbed."""
-        return self.last("rungs")
+        return self.last("record")
 
 
 def play(
@@ -489,7 +507,7 @@ def node_program(verb: str, arguments: dict[str, Any], vmid: int = 0) -> dict[st
 
     checked = ArgumentSpecValidator(getattr(specs, verb.upper())).validate(arguments)
     assert not checked.error_messages, checked.error_messages
-    request = {"verb": verb, **checked.validated_parameters}
+    request = {"verb": verb, "check": False, **checked.validated_parameters}
     way_in = ["lxc-attach", "-n", str(vmid), "--"] if vmid else []
     ran = subprocess.run(
         [*way_in, NODE_PYTHON, "-IS", "-"],
@@ -502,7 +520,7 @@ def node_program(verb: str, arguments: dict[str, Any], vmid: int = 0) -> dict[st
     lines = [line for line in ran.stdout.splitlines() if line.startswith(batch.SENTINEL)]
     assert lines, f"the node program gave no answer: {ran.stderr}"
     answer: dict[str, Any] = json.loads(lines[-1][len(batch.SENTINEL) :])
-    assert answer["results"], f"the node program's answer is empty: {ran.stderr}"
+    assert answer["hosts"], f"the node program's answer is empty: {ran.stderr}"
     return answer
 
 
@@ -523,7 +541,7 @@ def target(vmid: int = 0) -> dict[str, Any]:
 def look(vmid: int = 0) -> dict[str, Any]:
     """Who holds what, as the product sees it from the host; changes nothing."""
     answer = node_program("state", {"targets": [target(vmid)]})
-    result: dict[str, Any] = answer["results"]["direct"]
+    result: dict[str, Any] = answer["hosts"]["direct"]
     result["program_seconds"] = answer["seconds"]
     return result
 

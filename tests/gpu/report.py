@@ -20,7 +20,9 @@ from typing import Any
 from tests.gpu import parts
 
 SETTINGS = "persistence_mode,compute_mode,mig.mode.current,power.limit,ecc.mode.current"
-DIFFERENCES = Path(__file__).with_name("differences.md")
+NOTES = Path(__file__).with_name("notes.md")
+NOBODY, FULL = "nobody but the stopwatch", "a process per reading"
+WAYS = (NOBODY, FULL, "a process per reading, memory.used only", "-lms 100", "-lms 20")
 READERS = ("nvidia-smi", "sh", "lxc-attach", "nsenter")
 
 
@@ -158,8 +160,8 @@ class Figures:
     def document(self) -> str:
         """docs/real-gpu.md."""
         sections = [self._head(), self._scenarios(), self._kinds(), self._reader(), self._rest()]
-        if DIFFERENCES.exists():
-            sections.append(DIFFERENCES.read_text(encoding="utf-8").strip())
+        if NOTES.exists():
+            sections.append(NOTES.read_text(encoding="utf-8").strip())
         return "\n\n".join(section for section in sections if section) + "\n"
 
     def _head(self) -> str:
@@ -176,6 +178,7 @@ class Figures:
         ratios = [row.ratio for row in self.rows if row.ratio and row.expected == "clean"]
         harmed = sum(len(row.harmed) for row in self.rows)
         wrong = [row.name for row in self.rows if row.verdict != row.expected]
+        plays = spread([row.played.seconds for row in self.rows if len(row.rungs) == 1], 2)
         times = f"{statistics.median(ratios):.2f} / {max(ratios):.2f}" if ratios else "-"
         return f"""\
 # On a real GPU
@@ -195,6 +198,8 @@ on the node side {parts.NODE_PYTHON} ({node}) |
 | false clean | {sum(row.false_clean for row in self.rows)} |
 | bystanders harmed | {harmed} |
 | second zero ÷ driver's own time, median / worst | {times} (must be 3 or less) |
+| the whole playbook with one rung climbed, median (least to most) | {plays} s |
+| gpuops' own readers in a result | {sum(bool(row.readers_seen) for row in self.rows)} |
 | settings of the GPU before and after | {self.settings_before} / {self.settings()} |"""
 
     def _scenarios(self) -> str:
@@ -244,7 +249,7 @@ on the node side {parts.NODE_PYTHON} ({node}) |
     def _reader(self) -> str:
         if not self.reader:
             return ""
-        call, loop = self.reader["call"], self.reader["loop"]
+        call, short, loop = (self.reader[key] for key in ("call", "short", "loop"))
         fresh = "\n".join(
             f"| {way} | {spread(each['late'])} | {spread(each['driver'])} |"
             for way, each in self.reader["fresh"].items()
@@ -252,7 +257,8 @@ on the node side {parts.NODE_PYTHON} ({node}) |
         return f"""\
 ## How fast the tool reads
 
-One process per reading: {spread(call)} s (n = {len(call)}).
+One process per reading: {spread(call)} s with all fields that the product asks for, \
+{spread(short)} s with `memory.used` alone (n = {len(call)}).
 One process that loops (`-lms {loop["asked_ms"]}`), its standard output a pipe: first line after \
 {loop["first"]:.3f} s, then a line every {spread(loop["gaps"])} s; \
 each line is flushed at once: {"yes" if loop["flushes_each_line"] else "no"}.
@@ -336,15 +342,22 @@ def query() -> list[str]:
 
 
 def used_of(line: str) -> int:
-    """The column memory.used of a line that answers the product's question."""
-    return int(line.split(",")[3])
+    """The column memory.used of a line that answers the product's question, or the short one."""
+    return int(line.split(",")[3] if "," in line else line)
 
 
-def single_calls(until_zero: bool, most: int) -> list[tuple[float, int]]:
+def short_query() -> list[str]:
+    """The least that one could ask."""
+    return ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+
+
+def single_calls(
+    argv: list[str], until_zero: bool = True, most: int = 100
+) -> list[tuple[float, int]]:
     """(when answered, MiB) of one process after the other."""
     answers = []
     for _ in range(most):
-        text = subprocess.run(query(), capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
         answers.append((time.monotonic(), used_of(text)))
         if until_zero and answers[-1][1] == 0:
             break
@@ -386,15 +399,22 @@ class Loop:
 
 def reader_speed(bench: parts.Bench, watcher: parts.Watcher) -> dict[str, Any]:
     """How long a reading takes, and how soon a zero is read after it is true."""
-    began = time.monotonic()
-    times = [began, *(at for at, _ in single_calls(False, 12))]
-    call = [later - earlier for earlier, later in itertools.pairwise(times)]
+    call, short = (
+        [
+            later - earlier
+            for earlier, later in itertools.pairwise(
+                at for at, _ in single_calls(argv, until_zero=False, most=13)
+            )
+        ]
+        for argv in (query(), short_query())
+    )
     loop = Loop(20)
     answers = loop.read(2)
     loop.close()
     gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(answers)]
     measured: dict[str, Any] = {
         "call": call,
+        "short": short,
         "loop": {
             "asked_ms": 20,
             "first": answers[0][0] - loop.began,
@@ -403,22 +423,25 @@ def reader_speed(bench: parts.Bench, watcher: parts.Watcher) -> dict[str, Any]:
         },
         "fresh": {},
     }
-    for way in ("a process per reading", "-lms 20", "-lms 5"):
+    for way in WAYS:
         late, driver = [], []
-        for _ in range(3):
+        for _ in range(4):
             holder = bench.start("plain", 20)
             loop = Loop(int(way.split()[1])) if way.startswith("-lms") else None
             if loop:
                 loop.read(0.2)
             watcher.watch([holder])
             os.kill(holder.pid, 9)
-            answers = loop.read(5, until_zero=True) if loop else single_calls(True, 100)
             if loop:
+                answers = loop.read(5, until_zero=True)
                 loop.close()
+            elif way != NOBODY:
+                answers = single_calls(query() if way == FULL else short_query())
             holder.end()
-            died = parts.wait_for("it is seen dying", lambda h=holder: watcher.dying.get(h.pid))
+            died = watcher.died(holder)
             zero = parts.wait_for("zero", lambda died=died: watcher.zero_after(died))
-            late.append(answers[-1][0] - zero)
             driver.append(zero - died)
+            if way != NOBODY:
+                late.append(answers[-1][0] - zero)
         measured["fresh"][way] = {"late": late, "driver": driver}
     return measured

@@ -29,7 +29,7 @@ if ! complete "$python"; then
   fi
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
-  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
+  "$python" -m pip install -q --no-index --no-deps --no-cache-dir --target "$site" "$wheels"/*.whl
   export PYTHONPATH=$site
 fi
 
@@ -37,4 +37,4 @@ fi
 if [ $# = 0 ]; then
   export GPU_TEST_DOC=${GPU_TEST_DOC:-docs/real-gpu.md}
 fi
-"$python" -m pytest -p no:cacheprovider -q tests/gpu "$@"
+"$python" -m pytest -p no:cacheprovider --timeout=120 --tb=short -q -rA --show-capture=no tests/gpu "$@"

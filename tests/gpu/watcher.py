@@ -3,7 +3,8 @@
 
 Prints ``used SECONDS BYTES`` at each change and ``dying SECONDS PID`` as soon as a watched process
 starts to exit (a flag of the kernel's), with the monotonic clock that all processes share. A line
-``watch PID`` on standard input adds a process. Standard library only.
+``watch PID`` on standard input adds a process, which ``watching TASKS PID`` confirms. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def tasks_alive(pid: int) -> set[str]:
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
             fields = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if fields[0] not in "ZX" and not int(fields[6]) & EXITING:
+            if fields and fields[0] not in "ZX" and not int(fields[6]) & EXITING:
                 alive.add(task.name)
     except OSError:
         pass
@@ -63,7 +64,7 @@ def main() -> None:
             last = memory.used
             print(f"used {now:.4f} {last}", flush=True)
         for pid, tasks in list(watched.items()):
-            if not tasks <= tasks_alive(pid):
+            if not tasks or not tasks <= tasks_alive(pid):
                 del watched[pid]
                 print(f"dying {now:.4f} {pid}", flush=True)
         if select.select([0], [], [], PAUSE)[0]:
@@ -73,6 +74,7 @@ def main() -> None:
             for line in text.splitlines():
                 pid = int(line.split()[1])
                 watched[pid] = tasks_alive(pid)
+                print(f"watching {len(watched[pid])} {pid}", flush=True)
 
 
 if __name__ == "__main__":
