@@ -82,6 +82,8 @@ RUN_SCRIPT = """\
 # mounts another /sys. The mount namespace keeps the real /etc/hosts and ~/.ssh untouched.
 echo 0 > {cgroup}/controller/cgroup.procs
 export GPUOPS_LAB={name} ANSIBLE_INVENTORY={state}/inventory.yml
+# Every lab has the same addresses: a kept connection must never lead into another lab.
+export ANSIBLE_SSH_CONTROL_PATH_DIR={state}/cp
 exec nsenter --net={state}/netns unshare --mount sh -c '
     mount --bind {state}/hosts.txt /etc/hosts && mount --bind {state}/ssh {home}/.ssh || exit 125
     exec "$@"' sh "$@"

@@ -1,0 +1,76 @@
+"""The built wheel, installed into an empty environment, does the whole job from any folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab import Lab
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The bin folder of an environment that holds the wheel, and what it asks for, and no more."""
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--outdir",
+        str(tmp_path / "dist"),
+        str(ROOT),
+    ]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True)
+    python = tmp_path / "empty" / "bin" / "python"
+    subprocess.run([str(python), "-m", "pip", "install", "-q", str(wheel)], check=True)
+    return python.parent
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    made = Lab("wheel")
+    made.up(cts="129", nodes=0)
+    yield made
+    made.down()
+
+
+@pytest.mark.lab
+def test_a_held_container_is_reset_from_any_folder(
+    installed: Path, lab: Lab, tmp_path: Path
+) -> None:
+    server = lab.hold("ct129", gpus="0-7", mib=76115, ignore_term=True)
+    (tmp_path / "anywhere").mkdir()
+    # Nothing of this checkout may help: neither its configuration nor its collection.
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}
+    inventory = tmp_path / "inventory.yml"
+    inventory.write_text(lab.paths.inventory.read_text(encoding="utf-8"), encoding="utf-8")
+
+    def typed() -> subprocess.CompletedProcess[str]:
+        return lab.run(
+            [
+                str(installed / "ansible-playbook"),
+                "gpuops.gpu.reset_gpus",
+                *("-i", str(inventory), "-l", "ct129", "-e", "gpuops_profile=now"),
+            ],
+            cwd=tmp_path / "anywhere",
+            env=clean,
+            capture_output=True,
+            text=True,
+        )
+
+    first, second = typed(), typed()
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "used MiB by GPU: 0 0 0 0 0 0 0 0" in first.stdout
+    assert f"KILL sent: python3 (pid {server['pid']}" in first.stdout
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "changed=0" in second.stdout
+    assert "KILL" not in second.stdout
