@@ -215,6 +215,12 @@ class World:
                     lambda n=other: self.start_plain(n, "sglang::scheduler_TP0"),
                 )
 
+    def forget(self, name: str, which: str) -> None:
+        """Bystanders that the scenario itself has ended, and that may still be on their way."""
+        for what in list(self.bystanders):
+            if what.endswith(f" {name}") and what.startswith(which):
+                del self.bystanders[what]
+
     def keep(self, what: str, start: Any) -> None:
         """Remember a bystander; start it if there is none."""
         if what not in self.bystanders:
@@ -357,9 +363,11 @@ class World:
         elif verb == "stop":
             self.worn = True
             self.lab.stop(what)
+            self.forget(what, "")
         elif verb == "cut":
             self.worn = True
             self.lab.cut(what)
+            self.forget(what, "sshd")
         elif verb == "drop":
             for holder in self.held.pop(what):
                 self.end(holder)
