@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import arguments
@@ -43,6 +44,17 @@ class ActionModule(BatchAction):
             host["rung"] = args["rung"]["name"]
         return answer
 
+    def take(self, batch: Any, name: str) -> dict[str, Any]:
+        """Also whether the batch proved all its hosts clean without touching anybody."""
+        taken = super().take(batch, name)
+        rounds = batch.get("results", [batch]) if isinstance(batch, dict) else []
+        last = {host: each for one in rounds for host, each in one.get("hosts", {}).items()}
+        touched = any(each["actions"] for one in rounds for each in one.get("hosts", {}).values())
+        clean = bool(last) and all(each["verdict"] == "clean" for each in last.values())
+        taken["proved"] = clean and not touched
+        taken["taken"] = time.time()
+        return taken
+
     def merge(self, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         """The last state, with everything that was done on the way to it, and a diff."""
         merged = dict(rounds[-1])
@@ -59,6 +71,7 @@ class ActionModule(BatchAction):
                 "timings": each["timings"],
             }
             for each in rounds
+            if each["actions"]
         ]
         merged["record"] = [_sentence(action) for action in merged["actions"]]
         # In check mode they are all still there; the diff shows what would be.

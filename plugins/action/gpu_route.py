@@ -40,7 +40,6 @@ class ActionModule(ActionBase):
                 if checked.error_messages:
                     words = "; ".join(checked.error_messages)
                     raise routes.RouteError(f"rung '{rung['name']}' of gpuops_ladder: {words}")
-            result.update(found, rungs=rungs)
         except routes.RouteError as error:
             return dict(result, failed=True, msg=f"{name}: {error}")
         if found["route"] == "carrier":
@@ -48,11 +47,10 @@ class ActionModule(ActionBase):
                 reason = "it carries containers and is not reset itself"
                 remedy = "name its containers instead, for example -l ct129"
                 return dict(result, failed=True, msg=f"{name}: {reason}; {remedy}")
-            return result
+            return dict(result, **found)
         # A group for each acting host: the first of its hosts that is still in the play leads.
         group = "gpuops_on_" + sha256(found["acting"].encode()).hexdigest()[:12]
-        result.update(self.group_by(group, task_vars), group=group)
-        return result
+        return dict(result, **self.group_by(group, task_vars), **found, rungs=rungs, group=group)
 
     def group_by(self, group: str, task_vars: dict[str, Any]) -> dict[str, Any]:
         """Let Ansible's own action make the group: how it does differs between versions."""

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 from ansible_collections.gpuops.gpu.plugins.module_utils import arguments
 from ansible_collections.gpuops.gpu.plugins.plugin_utils.batch import BatchAction
 
@@ -17,13 +14,3 @@ class ActionModule(BatchAction):
 
     VERB = "state"
     SPEC = arguments.STATE
-
-    def take(self, batch: Any, name: str) -> dict[str, Any]:
-        """Also what the batch as a whole showed, so that its hosts can agree on what follows."""
-        taken = super().take(batch, name)
-        hosts = batch.get("hosts", {}) if isinstance(batch, dict) else {}
-        verdicts = {host: each["verdict"] for host, each in hosts.items()}
-        taken["siblings_held"] = [host for host, word in verdicts.items() if word == "held"]
-        taken["siblings_clean"] = all(word == "clean" for word in verdicts.values())
-        taken["taken"] = time.time()
-        return taken

@@ -45,6 +45,8 @@ DRIVERS_OWN_MIB = 512
 
 # Seconds between looks for new holders while memory is being released, doubled each time.
 FIRST_LOOK_AFTER = 0.4
+# Seconds for which readings follow each other without a pause: most releases take less.
+NO_PAUSE_BEFORE = 1.0
 # The longest pause between two readings of memory, in seconds.
 LONGEST_PAUSE = 0.25
 
@@ -440,7 +442,8 @@ class Work:
                 self.look(time.monotonic())
                 if all(self.target.is_zero(gpu) or self.explained(gpu) for gpu in self.wanted()):
                     break  # Somebody else owns what is left: the next rung's matter, or foreign.
-            pause.between_readings()
+            if not zeros:
+                pause.between_readings()
         for grip in grips:
             grip.close()
 
@@ -468,8 +471,10 @@ class Pause:
         return True
 
     def between_readings(self) -> None:
-        """A twentieth of the time already waited, so that nobody waits much longer for it."""
-        time.sleep(min(LONGEST_PAUSE, (time.monotonic() - self.began) / 20))
+        """None at first, nvidia-smi takes its time itself; later a twentieth of what was waited."""
+        waited = time.monotonic() - self.began
+        if waited > NO_PAUSE_BEFORE:
+            time.sleep(min(LONGEST_PAUSE, waited / 20))
 
 
 # What a rung is about: holder and the minor numbers of the GPUs that are not zero.

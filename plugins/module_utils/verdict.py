@@ -136,8 +136,10 @@ def protected_by(holder: holders.Holder, names: list[str]) -> str:
     name as long as the kernel keeps it matches what begins with it.
     """
     base = holder.command.partition(" ")[0].rpartition("/")[2].rstrip(":")
+    if base in names:
+        return base
     for name in names:
-        if fnmatch.fnmatchcase(holder.name, name) or fnmatch.fnmatchcase(base, name):
+        if fnmatch.fnmatchcase(base, name) or fnmatch.fnmatchcase(holder.name, name):
             return name
         if len(holder.name) == COMM_LENGTH and name.startswith(holder.name):
             return name
@@ -257,7 +259,7 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
             return Verdict(
                 word,
                 "%s, held by %s" % (where, "; ".join(list(others.values())[:3])),
-                "stop it where it belongs, or include its owner in the run",
+                "stop it where it belongs, or widen gpuops_scope or -l to include its owner",
             )
         return Verdict(
             word,

@@ -275,9 +275,9 @@ def test_a_host_takes_its_own_reading_and_nobody_elses() -> None:
     for name, expected in hosts.items():
         mine = taken({"hosts": hosts}, gpu_state, name)
         assert (mine["name"], mine["verdict"]) == (name, expected["verdict"])
-        assert mine["siblings_held"] == ["ct129", "ct131"]
-    # What one takes is its own: changing it changes no other's.
-    assert "siblings_held" not in hosts["ct129"]
+        mine["verdict"] = "changed"
+        # What one takes is its own: changing it changes no other's.
+        assert hosts[name]["verdict"] == expected["verdict"] != "changed"
 
 
 @pytest.mark.parametrize("kind", [gpu_state, gpu_release])
@@ -350,7 +350,28 @@ def test_the_rounds_of_a_host_become_one_result() -> None:
     )
     assert mine["diff"]["after"] == ""
     alone = taken({"results": [{"hosts": {"ct129": first, "ct130": other}}]}, name="ct130")
-    assert (alone["changed"], alone["actions"], len(alone["rungs"])) == (False, [], 1)
+    assert (alone["changed"], alone["actions"], alone["rungs"]) == (False, [], [])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "proved"),
+    [
+        ([{"ct129": host("clean")}], True),
+        ([{"ct129": host("clean"), "ct130": host("clean", "ct130")}], True),
+        ([{"ct129": host("clean"), "ct130": host("blocked", "ct130")}], False),
+        ([{"ct129": host("clean", actions=[done(7)])}], False),
+        ([{"ct129": host("held", actions=[done(7)])}, {"ct129": host("clean")}], False),
+        ([{"ct129": host("clean"), "ct130": host("held", "ct130")}, {}], False),
+    ],
+)
+def test_only_a_clean_batch_in_which_nobody_was_signalled_is_a_proof(
+    hosts: list[dict[str, Any]], proved: bool
+) -> None:
+    assert taken({"results": [{"hosts": each} for each in hosts]})["proved"] is proved
+
+
+def test_an_unreachable_batch_proves_nothing() -> None:
+    assert taken({"unreachable": True, "msg": "no route"})["proved"] is False
 
 
 def test_the_diff_of_check_mode_leaves_out_who_would_be_ended() -> None:
