@@ -62,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="containers whose device nodes are their own, with other inodes",
     )
+    up.add_argument(
+        "--systemd",
+        default="none",
+        metavar="LIST",
+        help="containers and bare nodes, besides the others, whose process 1 is systemd: 131,node9",
+    )
     verb("down", "Take everything of the lab away, also after a crash.")
     verb("status", "Hosts, containers, holders, faults, memory as the driver has it.")
 
@@ -95,6 +101,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="run in that cgroup below the host's own root, e.g. system.slice/vllm.service;"
         " with a leading / below the Proxmox host's (an escape, for a container)",
+    )
+    hold.add_argument(
+        "--unit", metavar="NAME", help="run it as the systemd service NAME of the host"
+    )
+    hold.add_argument(
+        "--restart", choices=("no", "always"), default="no", help="of the unit (default: no)"
     )
     drop = verb("drop", "End holders, also stopped and unkillable ones, and wait for their end.")
     drop.add_argument("which", nargs="?", default="all", metavar="ID|HOST|all")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from . import linux
+from . import linux, systemd
 from .plan import PREFIX, Container, Host
 
 # The rules of Proxmox's and Debian's common.conf, written out instead of included: the include
@@ -80,6 +80,8 @@ def lxc_config(container: Container, host: Host) -> str:
         address=container.address,
         prefix=PREFIX,
     )
+    if container.systemd:
+        text += "lxc.signal.halt = SIGRTMIN+3\n"
     if container.own_nodes:
         return text + f"lxc.hook.autodev = /var/lib/lxc/{container.vmid}/own-nodes\n"
     for name, _, _ in node_names(host):
@@ -111,6 +113,8 @@ def prepare(container: Container, host: Host, base: Path, lower: str, root: Path
     own = base / "ct" / str(container.vmid)
     directory = root / "var/lib/lxc" / str(container.vmid)
     write(own / "up/etc/hostname", f"ct{container.vmid}\n")
+    if container.systemd:
+        systemd.install(own / "up", container.name)
     overlay(lower, own / "up", own / "work", directory / "rootfs")
     write(directory / "config", lxc_config(container, host))
     write(root / "etc/pve/lxc" / f"{container.vmid}.conf", pve_config(container, host))

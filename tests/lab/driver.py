@@ -127,6 +127,9 @@ class Driver:
         # holder id -> supervisors and the like, with start time: pid, start_time, stuck
         self.helpers_of: dict[str, list[dict[str, Any]]] = {}
         self.homes: dict[str, str] = {}  # holder id -> host or container name
+        # holder id -> what ends whatever starts it again: host, command (for sh, inside that host)
+        self.endings: dict[str, dict[str, str]] = {}
+        self.failures: dict[str, str] = {}  # holder id -> why it could not hold
         self.faults: list[Fault] = []
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         self.sequence = 0
@@ -405,6 +408,10 @@ class Driver:
                 self.add_helper(request["id"], peer)
                 self.reply(client, b"{}")
                 return
+            if request["op"] == "failed":
+                self.failures[request["id"]] = request["error"]
+                self.reply(client, b"{}")
+                return
             self.reply(client, json.dumps(self.register(peer, request)).encode())
             return
         words = line.decode(errors="replace").split("\x1f")[1:]
@@ -437,6 +444,8 @@ class Driver:
             "holders": [self.describe(holder) for holder in self.holders],
             "helpers": self.helpers_of,
             "homes": self.homes,
+            "endings": self.endings,
+            "failures": self.failures,
             "faults": [vars(fault) for fault in self.faults],
         }
 
@@ -445,10 +454,18 @@ class Driver:
         self.add_helper(id, pid, stuck)
         return {}
 
+    def op_ending(self, id: str, host: str, command: str) -> dict[str, Any]:
+        """The lab starts a holder through something that would start it again."""
+        self.homes[id] = host
+        self.endings[id] = {"host": host, "command": command}
+        return {}
+
     def op_forget(self, id: str) -> dict[str, Any]:
         """The lab dropped a holder."""
         self.helpers_of.pop(id, None)
         self.homes.pop(id, None)
+        self.endings.pop(id, None)
+        self.failures.pop(id, None)
         return {}
 
     def op_fault(self, host: str, kind: str, gpu: int | None, value: str) -> dict[str, Any]:

@@ -43,9 +43,14 @@ def ask_driver(request: Spec) -> Spec:
 
 
 def report(spec: Spec, answer: Spec) -> None:
-    """Tell the lab, once; a restarted holder finds the descriptor closed."""
+    """Tell the lab, once; a restarted holder finds the descriptor closed.
+
+    One that has no descriptor of the lab's (a systemd unit) leaves an error with the driver.
+    """
     fd = spec.get("report_fd")
     if fd is None:
+        if "error" in answer:
+            ask_driver({"op": "failed", "id": spec["claim"]["id"], "error": answer["error"]})
         return
     try:
         if stat.S_ISFIFO(os.fstat(fd).st_mode):

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import select
 import shutil
@@ -22,6 +23,7 @@ from typing import Any
 
 from . import container as lxc
 from . import linux, node, smi, stuck
+from . import systemd as init_systemd
 from .plan import (
     PREFIX,
     STATE_ROOT,
@@ -75,6 +77,8 @@ MODEL_COMMAND = (
     "--port",
     "30000",
 )
+SESSION = "user.slice/user-0.slice/session-1.scope"
+SSH_SERVICE = "system.slice/ssh.service"
 INSIDE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RUN_SCRIPT = """\
 #!/bin/sh
@@ -298,13 +302,17 @@ class Lab:
         minor_shift: int = 0,
         delay_ms: int = 150,
         own_nodes: str = "none",
+        systemd: str = "none",
+        unprivileged: str = "none",
     ) -> dict[str, Any]:
         """Build the lab; when it is up already with the same arguments, just answer."""
         started = time.monotonic()
-        plan = make_plan(cts, nodes, gpus, minor_shift, delay_ms, own_nodes)
+        plan = make_plan(cts, nodes, gpus, minor_shift, delay_ms, own_nodes, systemd, unprivileged)
         missing = node.which_missing()
         if missing:
             raise LabError(f"missing programs: {' '.join(missing)} (see tests/lab/packages.txt)")
+        if systemd != "none" and not Path(init_systemd.INIT).exists():
+            raise LabError("there is no systemd to install (see tests/lab/packages.txt)")
         with self.locked():
             current = self.current_plan()
             if current and current.arguments == plan.arguments and self.healthy(current):
@@ -375,7 +383,13 @@ class Lab:
             self.start_driver(host, plan.delay_ms)
         self.make_network()
         builders = [self.start_host(host) for host in plan.hosts]
-        self.connect(plan, [builder.init for builder in builders])
+        try:
+            self.connect(plan, [builder.init for builder in builders])
+        except subprocess.CalledProcessError:
+            for builder in builders:
+                if not Path(f"/proc/{builder.init}").exists():
+                    builder.finish()  # has the reason
+            raise
         for builder in builders:
             os.write(builder.go, b"+")
         for builder in builders:
@@ -656,23 +670,30 @@ class Lab:
         respawn: int = 0,
         busy: bool = False,
         cgroup: str | None = None,
+        unit: str | None = None,
+        restart: str = "no",
     ) -> list[dict[str, Any]]:
         """Start processes that hold GPUs and return when they do.
 
         respawn: a supervisor starts the holder again that many times, -1 for ever.
         cgroup: a path below the host's or container's own root to run in.
+        unit: it is that systemd service of the host, with `restart` as its Restart=.
         """
         plan = self.plan()
         if kind not in KINDS:
             raise LabError(f"no kind {kind!r}; there are: {', '.join(KINDS)}")
         if respawn and kind not in ("plain", "open-only", "mapped-only"):
             raise LabError(f"--respawn does not go with --kind {kind}")
+        if unit:
+            self.check_service(host, unit, count, kind, respawn, cgroup)
+        elif restart != "no":
+            raise LabError("--restart goes with --unit")
         where = plan.host(host)
         indexes = parse_gpus(gpus, plan.gpu_count)
         init = self.running_init(host)
         default = "sglang::scheduler_TP0" if kind == "orphan" else "python3"
         title = name or default
-        started = []
+        started: list[Callable[[], dict[str, Any]]] = []
         for _ in range(count):
             spec: dict[str, Any] = {
                 "claim": {
@@ -694,8 +715,13 @@ class Lab:
             }
             if kind == "unkillable":
                 self.start_stuck_files(where.name, init, spec)
-            started.append(self.launch(host, init, spec, respawn, cgroup))
-        return [self.await_holder(kind, fd) for fd in started]
+            if unit:
+                self.launch_service(host, init, spec, unit, restart)
+                started.append(partial(self.await_registration, where.name, spec))
+            else:
+                fd = self.launch(host, init, spec, respawn, cgroup)
+                started.append(partial(self.await_report, fd))
+        return [self.await_state(kind, wait()) for wait in started]
 
     def start_stuck_files(self, host: str, init: int, spec: dict[str, Any]) -> None:
         """A mount in the host whose files are never read to the end, served from outside it."""
@@ -749,14 +775,7 @@ class Lab:
             null = os.open("/dev/null", os.O_RDWR)
             for target in (0, 1, 2):
                 os.dup2(null, target)
-            environment = {
-                "PATH": INSIDE_PATH,
-                "HOME": "/",
-                "LANG": "C.UTF-8",
-                "CUDA_VISIBLE_DEVICES": ",".join(str(n) for n in spec["claim"]["gpus"]),
-                "GPUOPS_HOLD": json.dumps(spec),
-            }
-            os.execve(program, command, environment)
+            os.execve(program, command, holder_environment(spec))
 
         status = in_host(init, place, body)
         os.close(write)
@@ -764,6 +783,43 @@ class Lab:
             os.close(read)
             raise LabError(f"cannot start a process in {host}")
         return read
+
+    def check_service(
+        self, host: str, name: str, count: int, kind: str, respawn: int, cgroup: str | None
+    ) -> None:
+        """Refuse what a systemd service cannot be."""
+        if not self.has_systemd(host):
+            raise LabError(f"{host} has no systemd (up --systemd 131,node9)")
+        if not re.fullmatch(r"[A-Za-z0-9@_.-]{1,200}", name) or name.endswith(".service"):
+            raise LabError(f"--unit {name}: write the name without .service")
+        if count > 1 or kind == "orphan" or respawn or cgroup:
+            raise LabError("--unit: not with --count, --respawn, --cgroup, --kind orphan")
+
+    def launch_service(
+        self, host: str, init: int, spec: dict[str, Any], name: str, restart: str
+    ) -> None:
+        """Start a holder as a systemd service of the host."""
+        where = self.plan().host(host).name
+        ending = init_systemd.stop_command(name)
+        request = {"op": "ending", "id": spec["claim"]["id"], "host": host, "command": ending}
+        self.ask(where, request)
+        command = [spec["name"], *MODEL_COMMAND]
+
+        def body() -> int:
+            spec["uid"] = inside_uid(spec["user"])
+            environment = holder_environment(spec)
+            text = init_systemd.service(name, "/usr/bin/python3", command, environment, restart)
+            (Path("/") / init_systemd.UNITS / f"{name}.service").write_text(text)
+            start = ["sh", "-c", init_systemd.start_command(name)]
+            return subprocess.run(start, env={"PATH": INSIDE_PATH}, check=False).returncode & 255
+
+        if in_host(init, self.entry_cgroup(host), body):
+            raise LabError(f"systemd in {host} could not start {name}.service")
+
+    def has_systemd(self, name: str) -> bool:
+        """Whether process 1 of a host or container is systemd."""
+        container = self.plan().container(name)
+        return container.systemd if container else self.plan().host(name).systemd
 
     def holder_cgroup(self, host: str, wanted: str | None) -> Path:
         """Where a holder runs: below the container's or host's root, or with a leading / below
@@ -773,11 +829,26 @@ class Lab:
         root = self.paths.host_cgroup(self.plan().host(host).name)
         container = self.plan().container(host)
         if container and not (wanted or "").startswith("/"):
-            return self.paths.ct_cgroup(container) / (wanted or "")
-        return root / (wanted or "user.slice/user-0.slice/session-1.scope").lstrip("/")
+            default = SESSION if container.systemd else ""
+            return self.paths.ct_cgroup(container) / (wanted or default)
+        return root / (wanted or SESSION).lstrip("/")
 
-    def await_holder(self, kind: str, fd: int) -> dict[str, Any]:
-        """Wait until a holder reports, and is in the state its kind is about."""
+    def await_registration(self, host: str, spec: dict[str, Any]) -> dict[str, Any]:
+        """Wait until a holder is known to the driver, where it has no descriptor to report on."""
+        id: str = spec["claim"]["id"]
+
+        def known() -> dict[str, Any]:
+            status = self.ask(host, {"op": "status"})
+            if id in status["failures"]:
+                raise LabError(status["failures"][id])
+            found = (holder for holder in status["holders"] if holder["id"] == id)
+            return next(found, {})
+
+        holder: dict[str, Any] = wait_until(known, 20, "the holder")
+        return holder
+
+    def await_report(self, fd: int) -> dict[str, Any]:
+        """Wait until a holder reports on the descriptor it was given."""
         with os.fdopen(fd, "rb") as file:
             if not select.select([file], [], [], 20)[0]:
                 raise LabError("the holder did not report within 20 s")
@@ -785,6 +856,10 @@ class Lab:
         answer: dict[str, Any] = json.loads(line) if line else {"error": "the holder ended at once"}
         if "error" in answer:
             raise LabError(answer["error"])
+        return answer
+
+    def await_state(self, kind: str, answer: dict[str, Any]) -> dict[str, Any]:
+        """Wait until a holder is in the state that its kind is about."""
         wanted = {"stopped": "T", "unkillable": "D", "dead-main-thread": "Z"}.get(kind)
         if wanted:
             pid = answer["outer_pid"]
@@ -811,7 +886,7 @@ class Lab:
         for host in plan.hosts:
             status = self.ask(host.name, {"op": "status"})
             homes: dict[str, str] = status["homes"]
-            ids = set(homes) | set(status["helpers"])
+            ids = {*homes, *status["helpers"], *status["endings"]}
             wanted = sorted(id for id in ids if which in ("all", id, homes.get(id)))
             for id in wanted:
                 self.drop_one(host.name, id)
@@ -823,6 +898,9 @@ class Lab:
     def drop_one(self, host: str, id: str) -> None:
         """Supervisors first, then the holder, then what keeps it from dying."""
         status = self.ask(host, {"op": "status"})
+        ending = status["endings"].get(id)
+        if ending and self.init(ending["host"]):
+            self.inside(ending["host"], ["sh", "-c", ending["command"]], timeout=20)
         helpers = status["helpers"].get(id, [])
         waiting: list[tuple[int, int]] = []
         for helper in helpers:
@@ -929,15 +1007,27 @@ class Lab:
         """Where the sshd of a host or container runs."""
         container = self.plan().container(name)
         if container:
-            return self.paths.ct_cgroup(container)
-        return self.paths.host_cgroup(self.plan().host(name).name) / "system.slice/ssh.service"
+            root = self.paths.ct_cgroup(container)
+            return root / SSH_SERVICE if container.systemd else root
+        return self.paths.host_cgroup(self.plan().host(name).name) / SSH_SERVICE
+
+    def entry_cgroup(self, name: str) -> Path:
+        """Where the lab's own commands run in a host or container; it exists."""
+        if not self.has_systemd(name):
+            return self.ssh_cgroup(name)
+        place = self.holder_cgroup(name, SESSION)
+        place.mkdir(parents=True, exist_ok=True)
+        return place
 
     def cut(self, name: str, silent: bool = False) -> dict[str, Any]:
         """Make a host unreachable: end its sshd, or with silent take its cable away."""
         if silent:
             self.set_link(name, "down")
             return {"cut": name, "silent": True}
-        for pid in (self.ssh_cgroup(name) / "cgroup.procs").read_text().split():
+        if self.has_systemd(name):
+            self.inside(name, ["systemctl", "stop", "ssh"])
+        processes = self.ssh_cgroup(name) / "cgroup.procs"
+        for pid in processes.read_text().split() if processes.exists() else []:
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() == "sshd":
                     os.kill(int(pid), signal.SIGKILL)
@@ -950,8 +1040,8 @@ class Lab:
         init = self.running_init(name)
         pid_file = Path(f"/proc/{init}/root/run/sshd.pid")
         if not pid_file.exists():
-            argv = ["/usr/sbin/sshd"]
-            cgroup = self.ssh_cgroup(name)
+            argv = ["systemctl", "start", "ssh"] if self.has_systemd(name) else ["/usr/sbin/sshd"]
+            cgroup = self.entry_cgroup(name)
             in_host(init, cgroup, lambda: subprocess.run(argv, check=False).returncode)
             wait_until(pid_file.exists, 5, f"sshd on {name}")
         return {"mended": name}
@@ -987,13 +1077,24 @@ class Lab:
         self, name: str, argv: Sequence[str], **options: Any
     ) -> subprocess.CompletedProcess[Any]:
         """Run a command on a host or container without ssh (as root, through its namespaces)."""
-        cgroup = self.ssh_cgroup(name)
+        cgroup = self.entry_cgroup(name)
         # The cgroup too, which nsenter does not enter: it says whose process this is.
         enter = ["sh", "-c", f'echo 0 > {cgroup}/cgroup.procs && exec "$@"', "sh"]
         enter += ["nsenter", "--target", str(self.running_init(name)), "--all", "--root", "--wd"]
         defaults: dict[str, Any] = {"check": False, "capture_output": True, "text": True}
         environment = {"PATH": INSIDE_PATH, "HOME": "/root", "LANG": "C.UTF-8"}
         return subprocess.run([*enter, *argv], **{**defaults, "env": environment, **options})
+
+
+def holder_environment(spec: dict[str, Any]) -> dict[str, str]:
+    """What a server has in its environment, and what the holder has to do."""
+    return {
+        "PATH": INSIDE_PATH,
+        "HOME": "/",
+        "LANG": "C.UTF-8",
+        "CUDA_VISIBLE_DEVICES": ",".join(str(n) for n in spec["claim"]["gpus"]),
+        "GPUOPS_HOLD": json.dumps(spec),
+    }
 
 
 def is_there(pid: int, start: int) -> bool:

@@ -16,7 +16,7 @@ import subprocess
 import traceback
 from pathlib import Path
 
-from . import linux
+from . import linux, systemd
 from .plan import PREFIX, Host, Paths
 
 HERE = Path(__file__).parent
@@ -188,6 +188,16 @@ def overlay(lower: str, upper: Path, work: Path, target: Path) -> None:
     linux.mount("overlay", target, "overlay", 0, options)
 
 
+def protect_settings(root: Path) -> None:
+    """Make the machine's own settings read only, as LXC does; systemd would change some."""
+    settings = root / "proc/sys"
+    linux.bind(settings, settings)
+    linux.mount("none", settings, "", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY)
+    linux.bind(settings / "net", settings / "net")  # the host's own
+    linux.mount("none", settings / "net", "", linux.MS_REMOUNT | linux.MS_BIND)
+    linux.mount("none", root / "sys", "", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY)
+
+
 def make_root(host: Host, paths: Paths) -> Path:
     """The host's whole file tree; returns where it is before pivot_root."""
     base = paths.host(host.name) / "mnt"
@@ -200,11 +210,15 @@ def make_root(host: Host, paths: Paths) -> Path:
     lower, root = f"{layer}:/", base / "root"
     own = base / "host"
     write(own / "etc/hostname", host.name + "\n")
+    if host.systemd:
+        systemd.install(own, host.name)
     if host.proxmox:
         write(own / "usr/sbin/pct", (HERE / "bin/pct").read_text(), 0o755)
     overlay(lower, own, base / "work", root)
     linux.mount("proc", root / "proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     linux.mount("sysfs", root / "sys", "sysfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    if host.systemd:
+        protect_settings(root)
     # Only v2 here, whatever the machine itself has: what Proxmox (7 and later) and Debian have.
     linux.mount("cgroup2", root / "sys/fs/cgroup", "cgroup2", linux.MS_NOSUID | linux.MS_NOEXEC)
     make_dev(root / "dev", host)
@@ -263,6 +277,8 @@ def become_init(host: Host, paths: Paths, network_ready: int) -> None:
         os.dup2(null, target)
     linux.die_with_parent(0)
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+    if host.systemd:
+        environment["container"] = "lxc"  # so that systemd leaves devices and mounts alone
     os.execve("/sbin/init", ["/sbin/init"], environment)
 
 

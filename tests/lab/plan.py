@@ -37,6 +37,8 @@ class Container:
     host: str
     address: str
     own_nodes: bool = False
+    systemd: bool = False  # what its process 1 is
+    unprivileged: bool = False  # its root is uid 100000 on the Proxmox host
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Host:
     proxmox: bool
     gpus: tuple[Gpu, ...]
     containers: tuple[Container, ...] = ()
+    systemd: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,16 @@ def check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,40}", name):
         raise LabError(f"GPUOPS_LAB={name!r}: use letters, digits, - and _ only")
     return name
+
+
+def parse_systemd(text: str) -> tuple[str, set[int]]:
+    """'131,node9' -> ('131', {9}): containers and bare nodes whose process 1 is systemd."""
+    words = [word.strip() for word in text.split(",")]
+    nodes = {int(word[4:]) for word in words if re.fullmatch(r"node[1-9]\d{0,2}", word)}
+    if nodes and max(nodes) > 200:
+        raise LabError("--systemd: bare nodes are node1 to node200")
+    others = [word for word in words if not re.fullmatch(r"node[1-9]\d{0,2}", word)]
+    return ",".join(others), nodes
 
 
 def parse_cts(text: str) -> list[tuple[int, str]]:
@@ -168,6 +181,8 @@ def make_plan(
     minor_shift: int = 0,
     delay_ms: int = 150,
     own_nodes: str = "none",
+    systemd: str = "none",
+    unprivileged: str = "none",
 ) -> Plan:
     """Turn the arguments of `up` into a plan."""
     if not 1 <= gpus <= 128:
@@ -178,9 +193,13 @@ def make_plan(
     own = {pair for pair in parse_cts(own_nodes)}
     if own - set(wanted):
         raise LabError("--own-nodes: names a container that --cts does not")
+    systemd_cts, systemd_nodes = parse_systemd(systemd)
+    with_systemd, mapped = parse_cts(systemd_cts), parse_cts(unprivileged)
+    wanted += [pair for pair in dict.fromkeys(with_systemd + mapped) if pair not in wanted]
     vmids = [vmid for vmid, _ in wanted]
     # pve1 is always there unless nothing but bare nodes was asked for.
-    pves = sorted({host for _, host in wanted} | ({"pve1"} if wanted or not nodes else set()))
+    needed = {"pve1"} if wanted or not (nodes or systemd_nodes) else set()
+    pves = sorted({host for _, host in wanted} | needed)
     hosts = []
     for pve in pves:
         number = int(pve[3:])
@@ -192,6 +211,8 @@ def make_plan(
                 host=pve,
                 address=container_address(vmid, number),
                 own_nodes=(vmid, pve) in own,
+                systemd=(vmid, pve) in with_systemd,
+                unprivileged=(vmid, pve) in mapped,
             )
             for vmid, host in wanted
             if host == pve
@@ -199,9 +220,17 @@ def make_plan(
         hosts.append(
             Host(pve, f"10.77.0.{10 + number}", True, make_gpus(pve, gpus, minor_shift), containers)
         )
-    for number in range(1, nodes + 1):
+    for number in sorted({*range(1, nodes + 1), *systemd_nodes}):
         name = f"node{number}"
-        hosts.append(Host(name, f"10.77.2.{number}", False, make_gpus(name, gpus, minor_shift)))
+        hosts.append(
+            Host(
+                name,
+                f"10.77.2.{number}",
+                False,
+                make_gpus(name, gpus, minor_shift),
+                systemd=number in systemd_nodes,
+            )
+        )
     arguments = {
         "cts": cts,
         "nodes": nodes,
@@ -209,6 +238,8 @@ def make_plan(
         "minor_shift": minor_shift,
         "delay_ms": delay_ms,
         "own_nodes": own_nodes,
+        "systemd": systemd,
+        "unprivileged": unprivileged,
     }
     return Plan(tuple(hosts), gpus, minor_shift, delay_ms, arguments)
 

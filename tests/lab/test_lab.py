@@ -18,7 +18,19 @@ import pytest
 
 from tests.lab import Lab, LabError
 from tests.lab.lab import REPOSITORY
-from tests.lab.linux import cgroup2_mount, process_state
+from tests.lab.linux import process_state
+from tests.lab.look import (
+    APPS,
+    USED,
+    descriptors,
+    fuser,
+    mapped,
+    no_leftovers,
+    sh,
+    stat,
+    until,
+    used,
+)
 from tests.lab.node import which_missing
 
 pytestmark = [
@@ -26,16 +38,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0 or bool(which_missing()), reason="needs root and LXC"),
 ]
 NAME = f"test-lab-{os.getpid()}"
-USED = "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits"
-APPS = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv,noheader,nounits"
-
-
-def until(condition: Callable[[], Any], seconds: float = 5) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +57,6 @@ def lab(the_lab: Lab) -> Iterator[Lab]:
     the_lab.heal()
     the_lab.drop()
     until(lambda: not any(used(the_lab, "pve1") + used(the_lab, "node1")))
-
-
-def sh(lab: Lab, host: str, command: str) -> str:
-    """Standard output of a shell command on a host."""
-    return str(lab.inside(host, ["sh", "-c", command]).stdout)
-
-
-def used(lab: Lab, host: str) -> list[int]:
-    """MiB per GPU as nvidia-smi on that host says."""
-    return [int(line) for line in sh(lab, host, USED).split()]
-
-
-def fuser(lab: Lab, host: str, gpu: int) -> list[int]:
-    """The PIDs that fuser prints for a GPU."""
-    return [int(pid) for pid in sh(lab, host, f"fuser /dev/nvidia{gpu} 2>/dev/null").split()]
-
-
-def stat(lab: Lab, host: str, pid: int) -> str:
-    """The state letters that ps shows."""
-    return sh(lab, host, f"ps -o stat= -p {pid}").strip()
 
 
 # --- hosts ---
@@ -210,18 +192,6 @@ def test_dead_main_thread(lab: Lab) -> None:
     assert sh(lab, "ct129", APPS) == f"{pid}, [No data], 5638\n"
     sh(lab, "ct129", f"kill -9 {pid}")
     until(lambda: not any(used(lab, "ct129")))
-
-
-def mapped(lab: Lab, host: str, pid: int) -> list[str]:
-    """The names of the driver's nodes that a process has mapped, as seen from a host."""
-    paths = [line.split()[5:] for line in sh(lab, host, f"cat /proc/{pid}/maps").splitlines()]
-    return sorted(path[0] for path in paths if path and "nvidia" in path[0])
-
-
-def descriptors(lab: Lab, host: str, pid: int) -> list[str]:
-    """The driver's nodes that a process has open."""
-    links = sh(lab, host, f"readlink /proc/{pid}/fd/* /proc/{pid}/task/*/fd/*").split()
-    return sorted({link for link in links if "nvidia" in link})
 
 
 def test_a_server_has_descriptors_and_mappings_like_a_cuda_process(lab: Lab) -> None:
@@ -416,29 +386,6 @@ def test_two_hosts_own_nodes_and_shifted_minors() -> None:
         assert not fuser(lab, "pve1", 1)
     finally:
         lab.down()
-
-
-def leftovers(name: str) -> list[str]:
-    """What of a lab is still there: cgroups, files, mounts, processes."""
-    found = [str(path) for path in cgroup2_mount().rglob(f"*{name}*")]
-    found += [str(path) for path in Path("/run").rglob(f"*{name}*")]
-    found += [m for m in Path("/proc/self/mountinfo").read_text().splitlines() if name in m]
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            text = (entry / "cgroup").read_text() + (entry / "mountinfo").read_text()
-        except OSError:
-            continue
-        if f"gpuops-lab/{name}" in text:
-            found.append(f"process {entry.name}: {(entry / 'cmdline').read_bytes()!r}")
-    return found
-
-
-def no_leftovers(name: str) -> bool:
-    """Processes may need a moment to be gone from /proc."""
-    until(lambda: not leftovers(name), 3)
-    return True
 
 
 def test_down_leaves_nothing_with_every_kind_alive() -> None:

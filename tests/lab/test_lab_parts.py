@@ -1,0 +1,124 @@
+"""The lab's further real parts: systemd, podman, an unprivileged container, MPS; and the shapes
+of Slurm's and Kubernetes' cgroups.
+
+Needs root and the packages of packages.txt; skipped without them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab import Lab, LabError
+from tests.lab.linux import process_state
+from tests.lab.look import fuser, no_leftovers, sh, until, used
+from tests.lab.node import which_missing
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(os.geteuid() != 0 or bool(which_missing()), reason="needs root and LXC"),
+]
+NAME = f"test-parts-{os.getpid()}"
+SYSTEMD = ("ct131", "node9")
+
+
+@pytest.fixture(scope="module")
+def the_lab() -> Iterator[Lab]:
+    """One lab for the module."""
+    lab = Lab(NAME)
+    answer = lab.up(cts="129", nodes=1, systemd="131,node9")
+    print(f"up: {answer['seconds']} s")
+    yield lab
+    print(f"down: {lab.down()['seconds']} s")
+    assert no_leftovers(NAME)
+
+
+@pytest.fixture
+def lab(the_lab: Lab) -> Iterator[Lab]:
+    """The lab, without holders before and after."""
+    yield the_lab
+    the_lab.drop()
+    until(lambda: not any(used(the_lab, "pve1") + used(the_lab, "node1") + used(the_lab, "node9")))
+
+
+def cgroup(lab: Lab, host: str, pid: int) -> str:
+    """The v2 cgroup of a process as that host shows it."""
+    text = sh(lab, host, f"cat /proc/{pid}/cgroup")
+    return next(line[3:] for line in text.splitlines() if line.startswith("0::"))
+
+
+# --- systemd ---
+
+
+@pytest.mark.parametrize("host", SYSTEMD)
+def test_systemd_is_process_1_and_runs_sshd(lab: Lab, host: str) -> None:
+    command = "cat /proc/1/comm; systemctl is-system-running; systemctl is-active ssh"
+    result = lab.run(["ssh", host, command], capture_output=True, text=True)
+    assert result.stdout.split() == ["systemd", "running", "active"]
+
+
+@pytest.mark.parametrize("host", SYSTEMD)
+def test_systemd_changes_nothing_of_the_machine(lab: Lab, host: str) -> None:
+    for path in ("/proc/sys/fs/file-max", "/proc/sys/kernel/printk", "/sys/kernel/uevent_seqnum"):
+        assert sh(lab, host, f"test -w {path} || echo no").strip() == "no"
+
+
+@pytest.mark.parametrize("host", SYSTEMD)
+def test_unit_comes_again_until_it_is_stopped(lab: Lab, host: str) -> None:
+    holder = lab.hold(host, gpus="0", unit="vllm", restart="always", user="alice", name="vllm")
+    assert cgroup(lab, host, holder["pid"]) == "/system.slice/vllm.service"
+    assert used(lab, host)[0] == 76115
+    line = sh(lab, host, f"ps -o user=,comm=,args= -p {holder['pid']}").split()
+    assert line[:4] == ["alice", "vllm", "vllm", "-m"]
+    sh(lab, host, f"kill -9 {holder['pid']}")
+    until(lambda: fuser(lab, host, 0) not in ([], [holder["pid"]]))
+    assert sh(lab, host, "systemctl show -P NRestarts vllm").strip() == "1"
+    sh(lab, host, "systemctl stop vllm")
+    until(lambda: not any(used(lab, host)))
+    assert not lab.alive(holder["id"])[holder["id"]]
+
+
+def test_unit_in_a_container_as_the_proxmox_host_sees_it(lab: Lab) -> None:
+    holder = lab.hold("ct131", gpus="0", unit="vllm")
+    path = "/lxc/131/ns/system.slice/vllm.service"
+    assert cgroup(lab, "pve1", holder["node_pid"]) == path
+    sh(lab, "ct131", f"kill -9 {holder['pid']}")
+    until(lambda: sh(lab, "ct131", "systemctl is-failed vllm").strip() == "failed")
+    assert not lab.alive(holder["id"])[holder["id"]]
+
+
+def test_drop_of_a_unit_that_always_restarts_and_cannot_be_killed(lab: Lab) -> None:
+    holder = lab.hold("node9", gpus="0", unit="vllm", restart="always", kind="unkillable")
+    os.kill(holder["outer_pid"], signal.SIGKILL)
+    time.sleep(0.1)  # it wakes up for a moment
+    assert process_state(holder["outer_pid"]) == "D"
+    lab.drop(holder["id"])
+    assert not Path(f"/proc/{holder['outer_pid']}").exists()
+    until(lambda: sh(lab, "node9", "systemctl is-active vllm").strip() != "deactivating")
+    assert not fuser(lab, "node9", 0)
+    assert not sh(lab, "node9", "ls /etc/systemd/system/vllm.service")
+
+
+def test_systemd_hosts_can_be_cut_and_mended(lab: Lab) -> None:
+    lab.cut("ct131")
+    result = lab.run(["ssh", "ct131", "true"], capture_output=True, text=True)
+    assert result.returncode == 255 and "refused" in result.stderr
+    lab.mend("ct131")
+    assert lab.run(["ssh", "ct131", "true"]).returncode == 0
+
+
+def test_units_are_refused_where_they_cannot_be(lab: Lab) -> None:
+    for host, options in (
+        ("ct129", {"unit": "vllm"}),
+        ("node9", {"unit": "vllm.service"}),
+        ("node9", {"unit": "a/b"}),
+        ("node9", {"unit": "vllm", "kind": "orphan"}),
+        ("node9", {"restart": "always"}),
+    ):
+        with pytest.raises(LabError):
+            lab.hold(host, **options)
