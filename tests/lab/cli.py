@@ -106,7 +106,13 @@ def parser() -> argparse.ArgumentParser:
         "--unit", metavar="NAME", help="run it as the systemd service NAME of the host"
     )
     hold.add_argument(
-        "--restart", choices=("no", "always"), default="no", help="of the unit (default: no)"
+        "--podman", metavar="NAME", help="run it in a podman container NAME in the host"
+    )
+    hold.add_argument(
+        "--restart",
+        choices=("no", "always"),
+        default="no",
+        help="of the unit or podman container (default: no)",
     )
     drop = verb("drop", "End holders, also stopped and unkillable ones, and wait for their end.")
     drop.add_argument("which", nargs="?", default="all", metavar="ID|HOST|all")

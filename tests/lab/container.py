@@ -45,6 +45,7 @@ lxc.cgroup2.devices.allow = c 136:* rwm
 lxc.cgroup2.devices.allow = c 10:229 rwm
 lxc.cgroup2.devices.allow = c 195:* rwm
 lxc.cgroup2.devices.allow = c 511:* rwm
+lxc.mount.entry = tmpfs dev/shm tmpfs nosuid,nodev,create=dir 0 0
 lxc.mount.entry = /proc/driver proc/driver none bind 0 0
 lxc.mount.entry = /proc/driver/devices proc/devices none bind 0 0
 """

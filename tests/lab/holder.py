@@ -33,7 +33,7 @@ libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, cty
 def ask_driver(request: Spec) -> Spec:
     """One request to the driver, which knows this process by its socket credentials."""
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(DRIVER)
+        client.connect(os.environ.get("GPUOPS_DRIVER", DRIVER))
         client.sendall(json.dumps(request).encode() + b"\n")
         answer = b""
         while part := client.recv(65536):

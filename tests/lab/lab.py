@@ -23,6 +23,7 @@ from typing import Any
 
 from . import container as lxc
 from . import linux, node, smi, stuck
+from . import podman as podman_files
 from . import systemd as init_systemd
 from .plan import (
     PREFIX,
@@ -671,23 +672,30 @@ class Lab:
         busy: bool = False,
         cgroup: str | None = None,
         unit: str | None = None,
+        podman: str | None = None,
         restart: str = "no",
     ) -> list[dict[str, Any]]:
         """Start processes that hold GPUs and return when they do.
 
         respawn: a supervisor starts the holder again that many times, -1 for ever.
         cgroup: a path below the host's or container's own root to run in.
-        unit: it is that systemd service of the host, with `restart` as its Restart=.
+        unit: it is that systemd service of the host.
+        podman: it is process 1 of a podman container of that name in the host.
+        restart: of the service or the podman container: no or always.
         """
         plan = self.plan()
         if kind not in KINDS:
             raise LabError(f"no kind {kind!r}; there are: {', '.join(KINDS)}")
         if respawn and kind not in ("plain", "open-only", "mapped-only"):
             raise LabError(f"--respawn does not go with --kind {kind}")
-        if unit:
-            self.check_service(host, unit, count, kind, respawn, cgroup)
+        if unit or podman:
+            if count > 1 or kind == "orphan" or respawn or cgroup:
+                raise LabError(
+                    "--unit and --podman: not with --count, --respawn, --cgroup, --kind orphan"
+                )
+            self.check_managed(host, unit, podman, kind)
         elif restart != "no":
-            raise LabError("--restart goes with --unit")
+            raise LabError("--restart goes with --unit or --podman")
         where = plan.host(host)
         indexes = parse_gpus(gpus, plan.gpu_count)
         init = self.running_init(host)
@@ -715,8 +723,11 @@ class Lab:
             }
             if kind == "unkillable":
                 self.start_stuck_files(where.name, init, spec)
-            if unit:
-                self.launch_service(host, init, spec, unit, restart)
+            if unit or podman:
+                if unit:
+                    self.launch_service(host, init, spec, unit, restart)
+                elif podman:
+                    self.launch_podman(host, init, spec, podman, restart)
                 started.append(partial(self.await_registration, where.name, spec))
             else:
                 fd = self.launch(host, init, spec, respawn, cgroup)
@@ -758,9 +769,12 @@ class Lab:
         spec["report_fd"] = write
         os.set_inheritable(write, True)
         title = "python3" if spec["whole_line"] else spec["name"]
+        root = Path(f"/proc/{init}/root")
+        spec["uid"] = uid_of(spec["user"], root)
         command = [title, *MODEL_COMMAND]
         program = "/usr/bin/python3"
         if respawn:
+            link_program(title, root)
             program = "/usr/local/bin/serve-forever"
             command = [program, str(respawn), *command]
 
@@ -768,10 +782,6 @@ class Lab:
             if os.fork():
                 return 0  # the holder's parent is gone: it belongs to process 1
             os.setsid()
-            spec["uid"] = inside_uid(spec["user"])
-            if respawn and title != "python3":  # sh has no other way to set argv[0]
-                with contextlib.suppress(FileExistsError):
-                    Path("/usr/local/bin", title).symlink_to("/usr/bin/python3")
             null = os.open("/dev/null", os.O_RDWR)
             for target in (0, 1, 2):
                 os.dup2(null, target)
@@ -784,37 +794,69 @@ class Lab:
             raise LabError(f"cannot start a process in {host}")
         return read
 
-    def check_service(
-        self, host: str, name: str, count: int, kind: str, respawn: int, cgroup: str | None
-    ) -> None:
-        """Refuse what a systemd service cannot be."""
-        if not self.has_systemd(host):
+    def check_managed(self, host: str, unit: str | None, podman: str | None, kind: str) -> None:
+        """Refuse what a systemd service or a podman container cannot be."""
+        name = unit or podman or ""
+        if unit and podman:
+            raise LabError("--unit or --podman, not both")
+        if unit and not self.has_systemd(host):
             raise LabError(f"{host} has no systemd (up --systemd 131,node9)")
-        if not re.fullmatch(r"[A-Za-z0-9@_.-]{1,200}", name) or name.endswith(".service"):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9@_.-]{0,200}", name):
+            raise LabError(f"{name!r} cannot be the name of a service or container")
+        if unit and unit.endswith(".service"):
             raise LabError(f"--unit {name}: write the name without .service")
-        if count > 1 or kind == "orphan" or respawn or cgroup:
-            raise LabError("--unit: not with --count, --respawn, --cgroup, --kind orphan")
+        if podman and kind in ("unkillable", "zombie-parent"):
+            raise LabError(f"--podman does not go with --kind {kind}")
+        if podman and not shutil.which("podman"):
+            raise LabError("there is no podman to install (see tests/lab/packages.txt)")
 
     def launch_service(
         self, host: str, init: int, spec: dict[str, Any], name: str, restart: str
     ) -> None:
         """Start a holder as a systemd service of the host."""
-        where = self.plan().host(host).name
-        ending = init_systemd.stop_command(name)
-        request = {"op": "ending", "id": spec["claim"]["id"], "host": host, "command": ending}
-        self.ask(where, request)
+        self.announce(host, spec, init_systemd.stop_command(name))
+        root = Path(f"/proc/{init}/root")
+        spec["uid"] = uid_of(spec["user"], root)
         command = [spec["name"], *MODEL_COMMAND]
+        environment = holder_environment(spec)
+        text = init_systemd.service(name, "/usr/bin/python3", command, environment, restart)
+        (root / init_systemd.UNITS / f"{name}.service").write_text(text)
+        start = ["sh", "-c", init_systemd.start_command(name)]
+        self.start_managed(host, spec, start)
 
-        def body() -> int:
-            spec["uid"] = inside_uid(spec["user"])
-            environment = holder_environment(spec)
-            text = init_systemd.service(name, "/usr/bin/python3", command, environment, restart)
-            (Path("/") / init_systemd.UNITS / f"{name}.service").write_text(text)
-            start = ["sh", "-c", init_systemd.start_command(name)]
-            return subprocess.run(start, env={"PATH": INSIDE_PATH}, check=False).returncode & 255
+    def launch_podman(
+        self, host: str, init: int, spec: dict[str, Any], name: str, restart: str
+    ) -> None:
+        """Start a holder as process 1 of a podman container in the host."""
+        self.announce(host, spec, podman_files.stop_command(name))
+        root = Path(f"/proc/{init}/root")
+        spec["uid"] = uid_of(spec["user"], root)
+        link_program(spec["name"], root)
+        environment = {**holder_environment(spec), "GPUOPS_DRIVER": podman_files.DRIVER}
+        start = podman_files.run_command(
+            name,
+            podman_files.make_root(root, name),
+            [spec["name"], *MODEL_COMMAND],
+            environment,
+            restart,
+        )
+        self.start_managed(host, spec, start)
 
-        if in_host(init, self.entry_cgroup(host), body):
-            raise LabError(f"systemd in {host} could not start {name}.service")
+    def announce(self, host: str, spec: dict[str, Any], ending: str) -> None:
+        """Tell the driver what will end a holder that something else starts, before it is there."""
+        claim, where = spec["claim"]["id"], self.plan().host(host).name
+        known = self.ask(where, {"op": "status"})["endings"].values()
+        if {"host": host, "command": ending} in known:
+            raise LabError(f"{host} already has a holder of that name")
+        self.ask(where, {"op": "ending", "id": claim, "host": host, "command": ending})
+
+    def start_managed(self, host: str, spec: dict[str, Any], start: list[str]) -> None:
+        """Have a holder started by something else in the host."""
+        result = self.inside(host, start)
+        if result.returncode:
+            self.drop(spec["claim"]["id"])
+            reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise LabError(f"{host}: {reason}")
 
     def has_systemd(self, name: str) -> bool:
         """Whether process 1 of a host or container is systemd."""
@@ -900,7 +942,8 @@ class Lab:
         status = self.ask(host, {"op": "status"})
         ending = status["endings"].get(id)
         if ending and self.init(ending["host"]):
-            self.inside(ending["host"], ["sh", "-c", ending["command"]], timeout=20)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.inside(ending["host"], ["sh", "-c", ending["command"]], timeout=20)
         helpers = status["helpers"].get(id, [])
         waiting: list[tuple[int, int]] = []
         for helper in helpers:
@@ -1120,11 +1163,18 @@ def kill_exactly(pid: int, start: int, number: int) -> None:
         os.close(fd)
 
 
-def inside_uid(user: str) -> int:
-    """The uid of a user on this host, made if there is none; for use inside a host."""
+def link_program(name: str, root: Path) -> None:
+    """Make python3 known in the host at `root` by another name, where nothing else sets argv[0]."""
+    if name != "python3":
+        with contextlib.suppress(FileExistsError):
+            (root / "usr/local/bin" / name).symlink_to("/usr/bin/python3")
+
+
+def uid_of(user: str, root: Path) -> int:
+    """The uid of a user in the host at `root`, made if there is none."""
     if user == "root":
         return 0
-    path = Path("/etc/passwd")
+    path = root / "etc/passwd"
     uids = {}
     for line in path.read_text().splitlines():
         name, _, uid, *_ = line.split(":")

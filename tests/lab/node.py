@@ -16,7 +16,7 @@ import subprocess
 import traceback
 from pathlib import Path
 
-from . import linux, systemd
+from . import linux, podman, systemd
 from .plan import PREFIX, Host, Paths
 
 HERE = Path(__file__).parent
@@ -103,6 +103,7 @@ def make_layer(layer: Path, paths: Paths) -> None:
     write(layer / "usr/sbin/init", INIT, 0o755)
     write(layer / "usr/bin/nvidia-smi", (HERE / "bin/nvidia-smi").read_text(), 0o755)
     write(layer / "usr/local/bin/serve-forever", (HERE / "bin/serve-forever").read_text(), 0o755)
+    podman.install(layer)
     # The workload, importable under the names that real servers have.
     code = (HERE / "holder.py").read_text()
     for package, module in (

@@ -7,6 +7,7 @@ Needs root and the packages of packages.txt; skipped without them.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from tests.lab import Lab, LabError
 from tests.lab.linux import process_state
-from tests.lab.look import fuser, no_leftovers, sh, until, used
+from tests.lab.look import descriptors, fuser, mapped, no_leftovers, sh, until, used
 from tests.lab.node import which_missing
 
 pytestmark = [
@@ -119,6 +120,52 @@ def test_units_are_refused_where_they_cannot_be(lab: Lab) -> None:
         ("node9", {"unit": "a/b"}),
         ("node9", {"unit": "vllm", "kind": "orphan"}),
         ("node9", {"restart": "always"}),
+        ("node1", {"podman": "vllm", "kind": "unkillable"}),
+        ("node1", {"podman": "-x"}),
+        ("node9", {"podman": "a", "unit": "b"}),
     ):
         with pytest.raises(LabError):
             lab.hold(host, **options)
+
+
+# --- podman ---
+
+
+@pytest.mark.parametrize(("host", "vantage"), [("ct129", "pve1"), ("node1", "node1")])
+def test_podman_container(lab: Lab, host: str, vantage: str) -> None:
+    holder = lab.hold(host, gpus="0", podman="vllm", name="vllm", user="alice")
+    assert holder["pid"] == 1
+    path = cgroup(lab, vantage, holder["node_pid"])
+    inside = "/lxc/129/ns" if host == "ct129" else ""
+    assert re.fullmatch(rf"{inside}/libpod_parent/libpod-[0-9a-f]{{64}}", path)
+    known = sh(lab, host, "podman ps --no-trunc --format '{{.ID}} {{.Names}}'").split()
+    assert known == [path.rpartition("-")[2], "vllm"]
+    numbers = sh(lab, vantage, f"grep NSpid /proc/{holder['node_pid']}/status").split()
+    assert len(numbers) == (4 if host == "ct129" else 3)
+    nodes = ["/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"]
+    assert descriptors(lab, vantage, holder["node_pid"]) == nodes
+    assert mapped(lab, vantage, holder["node_pid"]) == nodes
+    assert used(lab, host)[0] == 76115
+    line = sh(lab, vantage, f"ps -o comm=,args= -p {holder['node_pid']}").split()
+    assert line[:3] == ["vllm", "vllm", "-m"]
+
+
+def test_podman_restarts_it_until_it_is_dropped(lab: Lab) -> None:
+    holder = lab.hold("node1", gpus="0", podman="vllm", restart="always")
+    os.kill(holder["outer_pid"], signal.SIGKILL)
+    until(lambda: not lab.alive(holder["id"])[holder["id"]])
+    until(lambda: lab.alive(holder["id"])[holder["id"]])
+    lab.drop(holder["id"])
+    assert not sh(lab, "node1", "podman ps --all --quiet")
+    assert not lab.alive(holder["id"])[holder["id"]]
+
+
+def test_podman_says_why_it_cannot(lab: Lab) -> None:
+    holder = lab.hold("node1", gpus="0", podman="vllm")
+    with pytest.raises(LabError, match="already has"):
+        lab.hold("node1", gpus="0", podman="vllm")
+    assert lab.alive(holder["id"])[holder["id"]]
+    sh(lab, "node1", "mv /usr/sbin/runc /usr/sbin/runc.away")
+    with pytest.raises(LabError, match="runc"):
+        lab.hold("node1", gpus="0", podman="other")
+    sh(lab, "node1", "mv /usr/sbin/runc.away /usr/sbin/runc")
