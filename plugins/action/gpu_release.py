@@ -73,6 +73,9 @@ class ActionModule(BatchAction):
             for each in rounds
             if each["actions"]
         ]
+        merged["plan"] = rounds[0]["plan"]
+        if merged["refused"]:
+            return {"failed": True, "msg": f"{merged['name']}: {merged['refused']}"}
         merged["record"] = [_sentence(action) for action in merged["actions"]]
         # In check mode they are all still there; the diff shows what would be.
         gone = {

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.action import ActionBase
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import arguments
-from ansible_collections.gpuops.gpu.plugins.plugin_utils import routes
+from ansible_collections.gpuops.gpu.plugins.plugin_utils import plans, routes
 
 
 class ActionModule(ActionBase):
@@ -40,6 +41,9 @@ class ActionModule(ActionBase):
                 if checked.error_messages:
                     words = "; ".join(checked.error_messages)
                     raise routes.RouteError(f"rung '{rung['name']}' of gpuops_ladder: {words}")
+            if own.get("gpuops_plan") and not self._task.check_mode:
+                path = self._loader.path_dwim(str(own["gpuops_plan"]))
+                found["target"]["plan"] = plans.read(Path(path), name)
         except routes.RouteError as error:
             return dict(result, failed=True, msg=f"{name}: {error}")
         if found["route"] == "carrier":

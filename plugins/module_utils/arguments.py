@@ -16,6 +16,7 @@ TARGETS = {
         "baseline_mib": {"type": "raw", "default": 0},
         "protect": {"type": "list", "elements": "str", "default": []},
         "scope": {"type": "str", "default": ""},
+        "plan": {"type": "list", "elements": "dict"},
         "holders_only": {"type": "bool", "default": False},
         "smi_timeout": {"type": "float", "default": 10.0},
     },

@@ -375,13 +375,27 @@ class Work:
         if check:
             self.actions = [action(holder, rung, "would be sent") for holder in chosen]
             settled = len(chosen) == len(left)
-            return dict(result, actions=self.actions, changed=bool(chosen), settled=settled)
+            plan = [verdict.plan_entry(holder) for holder in self.concerned()]
+            return dict(
+                result, actions=self.actions, changed=bool(chosen), settled=settled, plan=plan
+            )
         if self.returned(RESTARTS):
             return dict(result, settled=True)
+        strangers = self.strangers(left)
+        if strangers and not self.earlier:
+            named = "; ".join(verdict.short(each) for each in strangers[:3])
+            refused = "not in the plan, or changed since: %s; make a new plan" % named
+            return dict(result, settled=True, refused=refused)
+        chosen = [holder for holder in chosen if holder not in strangers]
         if not chosen:
             return result
         self.wait(self.signal_all(chosen, rung), rung)
         return dict(self.result(), before=result["gpus"])
+
+    def strangers(self, there: list[holders.Holder]) -> list[holders.Holder]:
+        """Those that the plan, if there is one, does not know as they are now."""
+        plan = self.target.plan
+        return [each for each in there if plan is not None and verdict.plan_entry(each) not in plan]
 
     def choose(self, select: str) -> list[holders.Holder]:
         """The holders that a rung is about, out of those in scope and not protected."""
@@ -599,6 +613,8 @@ def bare_result(name: str, judged: verdict.Verdict) -> dict[str, Any]:
         "spared": [],
         "stuck": {},
         "actions": [],
+        "plan": [],
+        "refused": "",
         "timings": {},
         "problems": [],
     }

@@ -30,9 +30,12 @@ class Target:
 
     :param spec: ``name``; ``vmid`` (Proxmox container, 0 for the node itself);
         ``expected_gpus`` (0: as many as there are device nodes); ``gpus`` (indices, UUIDs or bus
-        ids to look at, empty for all); ``baseline_mib`` (MiB that an idle GPU may show);
-        ``protect`` (names never to be signalled); ``smi_timeout`` (seconds an answer of
-        nvidia-smi may take).
+        ids to look at, empty for all); ``baseline_mib`` (MiB that an idle GPU may show: one
+        number, or by index, UUID or bus id); ``protect`` (names never to be signalled);
+        ``scope`` (``container``, ``node``, ``job:ID``, ``user:NAME`` or ``everything``);
+        ``plan`` (holders, as :func:`plan_entry` writes them: nobody else may be signalled);
+        ``holders_only`` (the driver tells no memory here, so holders alone decide);
+        ``smi_timeout`` (seconds an answer of nvidia-smi may take).
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -43,6 +46,7 @@ class Target:
         self.baseline_mib = spec.get("baseline_mib") or 0
         self.protect = [str(name) for name in spec.get("protect") or []]
         self.scope = str(spec.get("scope") or ("container" if self.vmid else "node"))
+        self.plan: list[dict[str, Any]] | None = spec.get("plan")
         self.holders_only = bool(spec.get("holders_only"))
         self.smi_timeout = float(spec.get("smi_timeout") or 10)
         # Inside a container the memory of others is seen, but not the others.
@@ -74,6 +78,16 @@ class Target:
 def is_called(gpu: nvidia_smi.Gpu, name: str) -> bool:
     """Is this the GPU's index, UUID or PCI address, in any notation?"""
     return short_bus(name) in (str(gpu.index), gpu.uuid.lower(), short_bus(gpu.bus_id))
+
+
+def plan_entry(holder: holders.Holder) -> dict[str, Any]:
+    """What a plan remembers of a holder: enough to know later that it is still the same."""
+    return {
+        "node_pid": holder.pid,
+        "start": holder.start,
+        "name": holder.name,
+        "gpus": sorted(holder.gpus),
+    }
 
 
 def short_bus(bus_id: str) -> str:

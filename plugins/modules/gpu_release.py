@@ -64,6 +64,12 @@ options:
             V(node), whichever the target is.
         type: str
         default: ""
+      plan:
+        description:
+          - Holders (node_pid, start, name, gpus) that alone may be signalled. If another holder in scope
+            is there, nobody is signalled and the result says so in refused.
+        type: list
+        elements: dict
       holders_only:
         description:
           - The driver tells no memory on this machine (it prints V([N/A])), so holders alone decide. The
@@ -150,6 +156,12 @@ hosts:
         - Who was signalled (in check mode, who would be), each with all that identifies it, and with
           rung, signal and result (V(sent), V(gone), V(let go), V(not permitted), V(would be sent)).
       type: list
+    plan:
+      description: In check mode, the holders in scope as a plan remembers them.
+      type: list
+    refused:
+      description: Why nobody was signalled although a plan was given; empty otherwise.
+      type: str
     stuck:
       description: For each holder that outlived SIGKILL its state, wait channel, stack and mounts.
       type: dict

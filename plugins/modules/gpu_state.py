@@ -62,6 +62,12 @@ options:
             V(node), whichever the target is.
         type: str
         default: ""
+      plan:
+        description:
+          - Holders (node_pid, start, name, gpus) that alone may be signalled. If another holder in scope
+            is there, nobody is signalled and the result says so in refused.
+        type: list
+        elements: dict
       holders_only:
         description:
           - The driver tells no memory on this machine (it prints V([N/A])), so holders alone decide. The
