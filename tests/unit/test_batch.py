@@ -259,6 +259,8 @@ def host(verdict: str, name: str = "ct129", **more: Any) -> dict[str, Any]:
         "gpus": [{"index": 4, "used_mib": 0}],
         "actions": [],
         "holders": [],
+        "plan": [],
+        "refused": "",
         "timings": {},
         "rung": "terminate",
         **more,
@@ -368,6 +370,13 @@ def test_only_a_clean_batch_in_which_nobody_was_signalled_is_a_proof(
     hosts: list[dict[str, Any]], proved: bool
 ) -> None:
     assert taken({"results": [{"hosts": each} for each in hosts]})["proved"] is proved
+
+
+def test_a_plan_that_was_refused_fails_the_host_in_a_sentence() -> None:
+    refused = host("held", refused="not in the plan: late (pid 9)")
+    mine = taken({"results": [{"hosts": {"ct129": refused}}]})
+    assert (mine["failed"], mine["msg"]) == (True, "ct129: not in the plan: late (pid 9)")
+    assert "actions" not in mine
 
 
 def test_an_unreachable_batch_proves_nothing() -> None:
