@@ -40,6 +40,10 @@ FIRST_PID_NAMESPACE = 0xEFFFFFFC
 # After so many restarts of what was ended, ending it once more will not help.
 RESTARTS = 2
 
+# Seconds for which GPUs must stay at zero where somebody may restart what was ended. systemd and
+# docker wait a tenth of a second by default, podman up to two.
+RESTART_WATCH = 1.0
+
 # MiB of a GPU in use that the driver may keep for itself beside what it lists for the processes.
 DRIVERS_OWN_MIB = 512
 
@@ -389,7 +393,8 @@ class Work:
         chosen = [holder for holder in chosen if holder not in strangers]
         if not chosen:
             return result
-        self.wait(self.signal_all(chosen, rung), rung)
+        watch = RESTART_WATCH if any(supervised(each, chosen) for each in chosen) else 0.0
+        self.wait(self.signal_all(chosen, rung), rung, watch)
         return dict(self.result(), before=result["gpus"])
 
     def strangers(self, there: list[holders.Holder]) -> list[holders.Holder]:
@@ -422,8 +427,11 @@ class Work:
                 grip.close()
         return sent
 
-    def wait(self, grips: list[signals.Grip], rung: dict[str, Any]) -> None:
-        """Read until two zeros with everybody gone, or until more waiting cannot help."""
+    def wait(self, grips: list[signals.Grip], rung: dict[str, Any], watch: float) -> None:
+        """Read until two zeros with everybody gone, or until more waiting cannot help.
+
+        :param watch: seconds for which it must stay so, because somebody may restart what ended.
+        """
         began = self.first_signal
         pause = Pause(began)
         zeros = 0
@@ -442,11 +450,13 @@ class Work:
                 break
             zeros = zeros + 1 if self.all_zero() else 0
             looked = looked and zeros > 0
-            if zeros == 1:
-                self.timings["zero"] = elapsed
+            if zeros in (1, 2):
+                self.timings["second_zero" if zeros == 2 else "zero"] = elapsed
             if zeros >= 2 and not alive and looked:
-                self.timings["second_zero"] = elapsed
-                break
+                if self.concerned() or elapsed >= self.timings["zero"] + watch:
+                    break
+                looked = False
+                time.sleep(LONGEST_PAUSE)
             stuck = alive if rung["signal"] == "KILL" and elapsed > UNKILLABLE_AFTER else []
             if stuck or elapsed > float(rung["wait"]):
                 self.look(time.monotonic())
@@ -523,6 +533,17 @@ def restarts(holder: holders.Holder, earlier: list[dict[str, Any]]) -> int:
             and holder.start >= each["at"]
         }
     )
+
+
+def supervised(holder: holders.Holder, chosen: list[holders.Holder]) -> bool:
+    """May somebody restart it: a service manager, a container runtime, a parent that lives on?"""
+    if holder.owner.kind == "unit" or (holder.owner.fenced and holder.owner.kind != "lxc"):
+        return True
+    parent = holders.Holder(holder.ppid)
+    if holder.ppid in {each.pid for each in chosen} or not holders.describe(parent):
+        return False
+    # Orphans are handed to PID 1 of their namespace, which starts nothing by itself.
+    return parent.ns_pid != 1 and parent.state != "Z"
 
 
 def supervisor(holder: holders.Holder) -> str:
