@@ -361,12 +361,13 @@ def test_the_rounds_of_a_host_become_one_result() -> None:
         ([{"ct129": host("clean")}], True),
         ([{"ct129": host("clean"), "ct130": host("clean", "ct130")}], True),
         ([{"ct129": host("clean"), "ct130": host("blocked", "ct130")}], False),
-        ([{"ct129": host("clean", actions=[done(7)])}], False),
-        ([{"ct129": host("held", actions=[done(7)])}, {"ct129": host("clean")}], False),
+        ([{"ct129": host("clean", actions=[done(7)])}], True),
+        ([{"ct129": host("held", actions=[done(7)])}, {"ct129": host("clean")}], True),
+        ([{"ct129": host("clean")}, {"ct129": host("held")}], False),
         ([{"ct129": host("clean"), "ct130": host("held", "ct130")}, {}], False),
     ],
 )
-def test_only_a_clean_batch_in_which_nobody_was_signalled_is_a_proof(
+def test_only_a_batch_that_ended_clean_for_all_its_hosts_is_a_proof(
     hosts: list[dict[str, Any]], proved: bool
 ) -> None:
     assert taken({"results": [{"hosts": each} for each in hosts]})["proved"] is proved
