@@ -68,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="containers and bare nodes, besides the others, whose process 1 is systemd: 131,node9",
     )
+    up.add_argument(
+        "--unprivileged",
+        default="none",
+        metavar="LIST",
+        help="containers, besides the others, whose root is uid 100000 on the Proxmox host: 132",
+    )
     verb("down", "Take everything of the lab away, also after a crash.")
     verb("status", "Hosts, containers, holders, faults, memory as the driver has it.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -30,6 +31,7 @@ lxc.net.0.type = veth
 lxc.net.0.link = vmbr0
 lxc.net.0.veth.pair = veth{vmid}i0
 lxc.net.0.name = eth0
+lxc.net.0.hwaddr = {mac}
 lxc.net.0.flags = up
 lxc.net.0.ipv4.address = {address}/{prefix}
 lxc.cgroup2.devices.deny = a
@@ -49,16 +51,25 @@ lxc.mount.entry = tmpfs dev/shm tmpfs nosuid,nodev,create=dir 0 0
 lxc.mount.entry = /proc/driver proc/driver none bind 0 0
 lxc.mount.entry = /proc/driver/devices proc/devices none bind 0 0
 """
+UNPRIVILEGED = """\
+lxc.idmap = u 0 {first} 65536
+lxc.idmap = g 0 {first} 65536
+"""
+FIRST_UID = 100000
+# What belongs to the container's root, where the rest of its file system belongs to the machine's:
+# what sshd insists on, and what is written to.
+OWNED = ("root", "tmp", "run", "mnt", "etc/ssh", "var/lib/lxc", "var/lib/containers", "etc")
 PVE_CONFIG = """\
 arch: amd64
 cores: 16
 features: nesting=1
 hostname: {name}
 memory: 131072
-net0: name=eth0,bridge=vmbr0,ip={address}/{prefix},type=veth
+net0: name=eth0,bridge=vmbr0,hwaddr={mac},ip={address}/{prefix},type=veth
 ostype: debian
 rootfs: local-lvm:vm-{vmid}-disk-0,size=100G
 swap: 0
+unprivileged: {unprivileged}
 """
 OWN_NODES = """\
 #!/bin/sh
@@ -73,6 +84,12 @@ def node_names(host: Host) -> list[tuple[str, int, int]]:
     return [*names, ("nvidiactl", 195, 255), ("nvidia-uvm", 511, 0), ("nvidia-uvm-tools", 511, 1)]
 
 
+def mac_address(container: Container) -> str:
+    """Always the same, or its peers would not find it for a while after a restart."""
+    digest = hashlib.sha256(f"{container.host}/{container.vmid}".encode()).hexdigest()
+    return ":".join(["BC", "24", "11", digest[:2], digest[2:4], digest[4:6]]).upper()
+
+
 def lxc_config(container: Container, host: Host) -> str:
     """The container's LXC configuration."""
     text = CONFIG.format(
@@ -80,9 +97,12 @@ def lxc_config(container: Container, host: Host) -> str:
         vmid=container.vmid,
         address=container.address,
         prefix=PREFIX,
+        mac=mac_address(container),
     )
     if container.systemd:
         text += "lxc.signal.halt = SIGRTMIN+3\n"
+    if container.unprivileged:
+        text += UNPRIVILEGED.format(first=FIRST_UID)
     if container.own_nodes:
         return text + f"lxc.hook.autodev = /var/lib/lxc/{container.vmid}/own-nodes\n"
     for name, _, _ in node_names(host):
@@ -97,6 +117,8 @@ def pve_config(container: Container, host: Host) -> str:
         vmid=container.vmid,
         address=container.address,
         prefix=PREFIX,
+        mac=mac_address(container),
+        unprivileged=int(container.unprivileged),
     )
     if container.own_nodes:
         names = enumerate(node_names(host))
@@ -117,6 +139,10 @@ def prepare(container: Container, host: Host, base: Path, lower: str, root: Path
     if container.systemd:
         systemd.install(own / "up", container.name)
     overlay(lower, own / "up", own / "work", directory / "rootfs")
+    if container.unprivileged:
+        give_to_container_root(directory / "rootfs")
+        for name in ("subuid", "subgid"):  # whom LXC asks whether root may use these numbers
+            write(root / "etc" / name, f"root:{FIRST_UID}:65536\n")
     write(directory / "config", lxc_config(container, host))
     write(root / "etc/pve/lxc" / f"{container.vmid}.conf", pve_config(container, host))
     if container.own_nodes:
@@ -124,6 +150,18 @@ def prepare(container: Container, host: Host, base: Path, lower: str, root: Path
             f"mknod -m 666 {name} c {major} {minor}\n" for name, major, minor in node_names(host)
         ]
         write(directory / "own-nodes", OWN_NODES + "".join(lines), 0o755)
+
+
+def give_to_container_root(rootfs: Path) -> None:
+    """Make the first uid of an unprivileged container the owner of what it has to own."""
+    for name in OWNED:
+        top = rootfs / name
+        found = [top] if name == "etc" else [top, *top.rglob("*")]
+        for path in found:
+            os.chown(path, FIRST_UID, FIRST_UID, follow_symlinks=False)
+    for name in ("passwd", "group", "shadow"):
+        if (rootfs / "etc" / name).exists():
+            os.chown(rootfs / "etc" / name, FIRST_UID, FIRST_UID)
 
 
 def init_pid(cgroup: Path) -> int:

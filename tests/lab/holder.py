@@ -19,7 +19,6 @@ from typing import Any
 
 DRIVER = "/proc/driver/lab/driver.sock"
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
-MNT_DETACH = 2
 SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432  # the same on every architecture
 SYS_EXIT = 93 if os.uname().machine == "aarch64" else 60
 
@@ -114,14 +113,25 @@ def open_standins(names: list[str]) -> list[int]:
 
 def bind_standins(names: list[str]) -> list[int]:
     """The same where there is no mknod (an unprivileged container): /dev/zero is bound over the
-    nodes, in a mount namespace of this process alone."""
-    system(libc.unshare(CLONE_NEWNS), "unshare")
-    mount("none", "/", "", MS_REC | MS_PRIVATE)
-    opened = []
-    for name in names:
-        mount("/dev/zero", f"/dev/{name}", "", MS_BIND)
-        opened.append(os.open(f"/dev/{name}", os.O_RDWR))
-        system(libc.umount2(f"/dev/{name}".encode(), MNT_DETACH), "umount")
+    nodes, in a mount namespace of one thread alone, which lives on to keep it."""
+    opened: list[int] = []
+    done = threading.Event()
+
+    def bind() -> None:
+        try:
+            system(libc.unshare(CLONE_NEWNS), "unshare")
+            mount("none", "/", "", MS_REC | MS_PRIVATE)
+            for name in names:
+                mount("/dev/zero", f"/dev/{name}", "", MS_BIND)
+                opened.append(os.open(f"/dev/{name}", os.O_RDWR))
+        finally:
+            done.set()
+        forever()
+
+    threading.Thread(target=bind, daemon=True).start()
+    done.wait()
+    if len(opened) < len(names):
+        raise OSError("cannot bind over the device nodes")
     return opened
 
 
@@ -172,10 +182,10 @@ def hold(spec: Spec) -> None:
     rename(spec["name"], spec["whole_line"])
     if kind == "dead-main-thread":
         main_thread_exits(spec)
-    if kind != "open-only":
-        map_nodes(minors, control=kind != "mapped-only")
     if kind != "mapped-only":
         open_nodes(minors)
+    if kind != "open-only":
+        map_nodes(minors, control=kind != "mapped-only")
     become_user(spec)
     register(spec)
     if kind == "stopped":
@@ -190,8 +200,8 @@ def main_thread_exits(spec: Spec) -> None:
     """The main thread ends (not the process); another thread opens the devices and lives on."""
 
     def live_on() -> None:
-        map_nodes(spec["minors"])
         open_nodes(spec["minors"])
+        map_nodes(spec["minors"])
         become_user(spec)
         register(spec)
         forever()

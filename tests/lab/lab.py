@@ -133,7 +133,7 @@ def in_host(init: int, cgroup: Path, body: Callable[[], int]) -> int:
         status = 1
         try:
             (cgroup / "cgroup.procs").write_text("0")
-            linux.setns(os.pidfd_open(init), linux.ALL_NAMESPACES)
+            linux.enter(init)
             os.chdir("/")
             inner = os.fork()
             if inner == 0:
@@ -835,7 +835,7 @@ class Lab:
         environment = {**holder_environment(spec), "GPUOPS_DRIVER": podman_files.DRIVER}
         start = podman_files.run_command(
             name,
-            podman_files.make_root(root, name),
+            podman_files.make_root(root, name, os.stat(f"/proc/{init}").st_uid),
             [spec["name"], *MODEL_COMMAND],
             environment,
             restart,

@@ -227,6 +227,12 @@ def make_root(host: Host, paths: Paths) -> Path:
     write(driver / "devices", proc_devices(), 0o444)
     linux.bind(driver, root / "proc/driver")
     linux.bind(driver / "devices", root / "proc/devices")
+    if any(container.unprivileged for container in host.containers):
+        # The kernel lets an unprivileged container mount /proc only where one is to be seen whole,
+        # without what is bound over parts of this one; LXC's own nesting.conf does the same.
+        whole = root / "dev/.lxc/proc"
+        whole.mkdir(parents=True)
+        linux.mount("proc", whole, "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     from .container import prepare
 
     for container in host.containers:

@@ -6,6 +6,7 @@ image is needed.
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -41,8 +42,8 @@ def install(layer: Path) -> None:
     write(layer / "etc/containers/storage.conf", STORAGE)
 
 
-def make_root(host_root: Path, name: str) -> str:
-    """The container's root file system, seen from outside as below `host_root`; its path inside."""
+def make_root(host_root: Path, name: str, owner: int) -> str:
+    """The container's root file system, made from outside below `host_root`; its path inside."""
     path = f"/var/lib/containers/rootfs/{name}"
     root = host_root / path.lstrip("/")
     for directory in ("usr", "etc", "tmp", "proc", "sys", "dev", "run", "mnt"):
@@ -52,6 +53,8 @@ def make_root(host_root: Path, name: str) -> str:
             (root / link).symlink_to(f"usr/{link}")
     for file in ("passwd", "group", "ld.so.cache"):
         shutil.copy(host_root / "etc" / file, root / "etc" / file)
+    for made in (root.parent, root, *root.rglob("*")):
+        os.chown(made, owner, owner, follow_symlinks=False)
     return path
 
 

@@ -435,6 +435,7 @@ def test_up_cleans_what_a_crash_left() -> None:
     try:
         lab.up(cts="none", nodes=1)
         os.kill(lab.init("node1"), signal.SIGKILL)
+        until(lambda: not lab.init("node1"))
         assert not lab.up(cts="none", nodes=1)["already_up"]
         assert len(used(lab, "node1")) == 8
     finally:

@@ -32,7 +32,7 @@ SYSTEMD = ("ct131", "node9")
 def the_lab() -> Iterator[Lab]:
     """One lab for the module."""
     lab = Lab(NAME)
-    answer = lab.up(cts="129", nodes=1, systemd="131,node9")
+    answer = lab.up(cts="129", nodes=1, systemd="131,node9", unprivileged="132")
     print(f"up: {answer['seconds']} s")
     yield lab
     print(f"down: {lab.down()['seconds']} s")
@@ -131,17 +131,19 @@ def test_units_are_refused_where_they_cannot_be(lab: Lab) -> None:
 # --- podman ---
 
 
-@pytest.mark.parametrize(("host", "vantage"), [("ct129", "pve1"), ("node1", "node1")])
+@pytest.mark.parametrize(
+    ("host", "vantage"), [("ct129", "pve1"), ("node1", "node1"), ("ct132", "pve1")]
+)
 def test_podman_container(lab: Lab, host: str, vantage: str) -> None:
     holder = lab.hold(host, gpus="0", podman="vllm", name="vllm", user="alice")
     assert holder["pid"] == 1
     path = cgroup(lab, vantage, holder["node_pid"])
-    inside = "/lxc/129/ns" if host == "ct129" else ""
+    inside = f"/lxc/{host[2:]}/ns" if vantage == "pve1" else ""
     assert re.fullmatch(rf"{inside}/libpod_parent/libpod-[0-9a-f]{{64}}", path)
     known = sh(lab, host, "podman ps --no-trunc --format '{{.ID}} {{.Names}}'").split()
     assert known == [path.rpartition("-")[2], "vllm"]
     numbers = sh(lab, vantage, f"grep NSpid /proc/{holder['node_pid']}/status").split()
-    assert len(numbers) == (4 if host == "ct129" else 3)
+    assert len(numbers) == (4 if vantage == "pve1" else 3)
     nodes = ["/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"]
     assert descriptors(lab, vantage, holder["node_pid"]) == nodes
     assert mapped(lab, vantage, holder["node_pid"]) == nodes
@@ -169,3 +171,47 @@ def test_podman_says_why_it_cannot(lab: Lab) -> None:
     with pytest.raises(LabError, match="runc"):
         lab.hold("node1", gpus="0", podman="other")
     sh(lab, "node1", "mv /usr/sbin/runc.away /usr/sbin/runc")
+
+
+# --- an unprivileged container ---
+
+
+def test_unprivileged_container_is_reached_like_the_others(lab: Lab) -> None:
+    result = lab.run(["ssh", "ct132", "id -u; nvidia-smi -L"], capture_output=True, text=True)
+    assert result.stdout.splitlines()[0] == "0" and len(result.stdout.splitlines()) == 9
+    assert "unprivileged: 1" in sh(lab, "pve1", "pct config 132")
+    assert sh(lab, "pve1", "pct exec 132 -- cat /proc/self/uid_map").split() == [
+        "0",
+        "100000",
+        "65536",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["plain", "mapped-only", "dead-main-thread", "unkillable"])
+def test_unprivileged_holder(lab: Lab, kind: str) -> None:
+    holder = lab.hold("ct132", gpus="0", kind=kind)
+    assert used(lab, "pve1")[0] == used(lab, "ct132")[0] == 76115
+    assert cgroup(lab, "pve1", holder["node_pid"]) == "/lxc/132/ns"
+    for host, pid, uid in (("ct132", holder["pid"], "0"), ("pve1", holder["node_pid"], "100000")):
+        assert sh(lab, host, f"grep Uid /proc/{pid}/status").split()[1] == uid
+        names = ["/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"]
+        assert descriptors(lab, host, pid) == ([] if kind == "mapped-only" else names)
+        if kind != "dead-main-thread":
+            assert mapped(lab, host, pid) == (names[1:2] if kind == "mapped-only" else names)
+    numbers = sh(lab, "pve1", f"stat -Lc %t:%T /proc/{holder['node_pid']}/task/*/fd/*").split()
+    assert ("c3:0" in numbers) == (kind != "mapped-only")
+    sh(lab, "pve1", f"kill -9 {holder['node_pid']}")
+    if kind != "unkillable":
+        until(lambda: not any(used(lab, "pve1")))
+    lab.drop(holder["id"])
+    assert not process_state(holder["outer_pid"])
+
+
+def test_unprivileged_container_with_users_can_be_stopped_and_started(lab: Lab) -> None:
+    holder = lab.hold("ct132", gpus="0", user="alice", respawn=1)
+    status = sh(lab, "pve1", f"grep Uid /proc/{holder['node_pid']}/status")
+    assert int(status.split()[1]) > 101000
+    lab.stop("ct132")
+    assert not lab.alive(holder["id"])[holder["id"]]
+    lab.start("ct132")
+    assert lab.run(["ssh", "ct132", "true"]).returncode == 0
