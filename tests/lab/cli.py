@@ -8,9 +8,10 @@ import subprocess
 import sys
 from typing import Any, NoReturn
 
-from .lab import FAULTS, KINDS, Lab
+from .lab import FAULTS, Lab
 from .plan import LabError
 from .smi import error_names
+from .wish import KINDS
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,14 +81,16 @@ def parser() -> argparse.ArgumentParser:
     hold = verb("hold", "Start a real process that holds GPUs; returns when it does.")
     hold.add_argument("host", help="ct129, pve1, node1, ...")
     hold.add_argument("--gpus", default="all", metavar="LIST", help="0-3,7 or all (default: all)")
-    hold.add_argument("--mib", type=int, default=76115, help="MiB per GPU (default: 76115)")
+    hold.add_argument("--mib", type=int, help="MiB per GPU (default: 76115, of --kind mps 66)")
     hold.add_argument("--kind", choices=KINDS, default="plain", help="how it holds them")
     hold.add_argument(
         "--name",
         help="comm and argv[0] (default: python3); with :: in it the"
         " whole command line, as setproctitle does",
     )
-    hold.add_argument("--user", default="root", help="run as that user, made if there is none")
+    hold.add_argument(
+        "--user", help="run as that user, made if there is none (default: root, with --slurm alice)"
+    )
     hold.add_argument("--ignore-term", action="store_true", help="ignore TERM, INT and HUP")
     hold.add_argument(
         "--respawn",
@@ -107,6 +110,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="run in that cgroup below the host's own root, e.g. system.slice/vllm.service;"
         " with a leading / below the Proxmox host's (an escape, for a container)",
+    )
+    hold.add_argument(
+        "--slurm", metavar="JOB[.STEP]", help="in a cgroup and environment as Slurm makes them"
+    )
+    hold.add_argument("--pod", metavar="UID", help="in a cgroup as Kubernetes makes it for a pod")
+    hold.add_argument(
+        "--mps-client", action="store_true", help="a client of the MPS server (--kind mps) there"
     )
     hold.add_argument(
         "--unit", metavar="NAME", help="run it as the systemd service NAME of the host"

@@ -6,6 +6,7 @@ report readiness is a descriptor named there, used once and closed. Standard lib
 """
 
 import ctypes
+import importlib
 import json
 import mmap
 import os
@@ -180,6 +181,8 @@ def hold(spec: Spec) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     rename(spec["name"], spec["whole_line"])
+    if spec["mps_client"]:
+        spec["connection"] = importlib.import_module("nvidia_cuda_mps").become_client()
     if kind == "dead-main-thread":
         main_thread_exits(spec)
     if kind != "mapped-only":
@@ -218,6 +221,18 @@ def parent_that_never_waits(spec: Spec) -> None:
     forever()
 
 
+def mps_control(spec: Spec) -> None:
+    """The control daemon of MPS, whose server is the holder."""
+    rename("nvidia-cuda-mps-control\0-d", whole_line=True)
+    control = importlib.import_module("nvidia_cuda_mps").Control(spec, hold)
+    ask_driver({"op": "helper", "id": spec["claim"]["id"]})
+    control.start_server()
+    fd = spec.pop("report_fd", None)  # it is the server's; later servers report to nobody
+    if fd is not None:
+        os.close(fd)
+    control.run()
+
+
 def main() -> None:
     """Entry: see the module's text."""
     spec = json.loads(os.environ["GPUOPS_HOLD"])
@@ -227,8 +242,12 @@ def main() -> None:
     if kind == "orphan" and os.fork():
         os._exit(0)  # the launcher is gone; the worker is the holder
     try:
+        if kind == "mps":
+            mps_control(spec)
         hold(spec)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
         report(spec, {"error": f"holder: {type(error).__name__}: {error}"})
         raise
 

@@ -6,8 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
-import secrets
 import select
 import shutil
 import signal
@@ -35,22 +33,12 @@ from .plan import (
     Plan,
     check_name,
     make_plan,
-    parse_gpus,
 )
+from .wish import Wish
 
 # There when a lab had to make ~/.ssh, as a place to mount its own on; the last lab removes it.
 MADE_SSH = STATE_ROOT / ".made-ssh-directory"
 REPOSITORY = Path(__file__).parents[2]
-KINDS = (
-    "plain",
-    "orphan",
-    "stopped",
-    "zombie-parent",
-    "dead-main-thread",
-    "mapped-only",
-    "open-only",
-    "unkillable",
-)
 FAULTS = {
     "slow-release": "MS: memory is freed that long after the holder's death",
     "stuck": "MIB: memory in use that nobody holds",
@@ -657,82 +645,37 @@ class Lab:
         """Start one process that holds GPUs; see `hold_many` for the options."""
         return self.hold_many(host, 1, **options)[0]
 
-    def hold_many(
-        self,
-        host: str,
-        count: int = 1,
-        *,
-        gpus: str = "all",
-        mib: int = 76115,
-        kind: str = "plain",
-        name: str | None = None,
-        user: str = "root",
-        ignore_term: bool = False,
-        respawn: int = 0,
-        busy: bool = False,
-        cgroup: str | None = None,
-        unit: str | None = None,
-        podman: str | None = None,
-        restart: str = "no",
-    ) -> list[dict[str, Any]]:
-        """Start processes that hold GPUs and return when they do.
-
-        respawn: a supervisor starts the holder again that many times, -1 for ever.
-        cgroup: a path below the host's or container's own root to run in.
-        unit: it is that systemd service of the host.
-        podman: it is process 1 of a podman container of that name in the host.
-        restart: of the service or the podman container: no or always.
-        """
-        plan = self.plan()
-        if kind not in KINDS:
-            raise LabError(f"no kind {kind!r}; there are: {', '.join(KINDS)}")
-        if respawn and kind not in ("plain", "open-only", "mapped-only"):
-            raise LabError(f"--respawn does not go with --kind {kind}")
-        if unit or podman:
-            if count > 1 or kind == "orphan" or respawn or cgroup:
-                raise LabError(
-                    "--unit and --podman: not with --count, --respawn, --cgroup, --kind orphan"
-                )
-            self.check_managed(host, unit, podman, kind)
-        elif restart != "no":
-            raise LabError("--restart goes with --unit or --podman")
-        where = plan.host(host)
-        indexes = parse_gpus(gpus, plan.gpu_count)
+    def hold_many(self, host: str, count: int = 1, **options: Any) -> list[dict[str, Any]]:
+        """Start processes that hold GPUs and return when they do; the options are Wish's."""
+        wish = Wish(**options)
+        wish.check(count)
+        if wish.unit and not self.has_systemd(host):
+            raise LabError(f"{host} has no systemd (up --systemd 131,node9)")
+        if wish.podman and not shutil.which("podman"):
+            raise LabError("there is no podman to install (see tests/lab/packages.txt)")
+        where = self.plan().host(host)
         init = self.running_init(host)
-        default = "sglang::scheduler_TP0" if kind == "orphan" else "python3"
-        title = name or default
         started: list[Callable[[], dict[str, Any]]] = []
         for _ in range(count):
-            spec: dict[str, Any] = {
-                "claim": {
-                    "id": f"h{secrets.token_hex(4)}",
-                    "gpus": indexes,
-                    "mib": 0 if kind == "open-only" else mib,
-                    "kind": kind,
-                    "host": host,
-                    "name": title,
-                    "busy": busy,
-                    "listed": kind not in ("open-only", "mapped-only"),
-                    "helper_parent": respawn != 0,
-                },
-                "minors": [where.gpus[index].minor for index in indexes],
-                "ignore_term": ignore_term,
-                "name": title,
-                "whole_line": "::" in title,
-                "user": user,
-            }
-            if kind == "unkillable":
+            spec = wish.spec(host, where)
+            if wish.kind == "unkillable":
                 self.start_stuck_files(where.name, init, spec)
-            if unit or podman:
-                if unit:
-                    self.launch_service(host, init, spec, unit, restart)
-                elif podman:
-                    self.launch_podman(host, init, spec, podman, restart)
-                started.append(partial(self.await_registration, where.name, spec))
-            else:
-                fd = self.launch(host, init, spec, respawn, cgroup)
-                started.append(partial(self.await_report, fd))
-        return [self.await_state(kind, wait()) for wait in started]
+            started.append(self.start_holder(host, init, spec, wish))
+        return [self.await_state(wish.kind, wait()) for wait in started]
+
+    def start_holder(
+        self, host: str, init: int, spec: dict[str, Any], wish: Wish
+    ) -> Callable[[], dict[str, Any]]:
+        """Start one holder the way it is wished for; returns how to wait for it."""
+        spec["uid"] = uid_of(spec["user"], Path(f"/proc/{init}/root"))
+        if wish.unit:
+            self.launch_service(host, init, spec, wish.unit, wish.restart)
+        elif wish.podman:
+            self.launch_podman(host, init, spec, wish.podman, wish.restart)
+        else:
+            place = wish.place(spec["claim"]["id"])
+            return partial(self.await_report, self.launch(host, init, spec, wish.respawn, place))
+        return partial(self.await_registration, self.plan().host(host).name, spec)
 
     def start_stuck_files(self, host: str, init: int, spec: dict[str, Any]) -> None:
         """A mount in the host whose files are never read to the end, served from outside it."""
@@ -768,9 +711,8 @@ class Lab:
         read, write = os.pipe()
         spec["report_fd"] = write
         os.set_inheritable(write, True)
-        title = "python3" if spec["whole_line"] else spec["name"]
+        title = "python3" if "::" in spec["name"] else spec["name"]
         root = Path(f"/proc/{init}/root")
-        spec["uid"] = uid_of(spec["user"], root)
         command = [title, *MODEL_COMMAND]
         program = "/usr/bin/python3"
         if respawn:
@@ -794,29 +736,12 @@ class Lab:
             raise LabError(f"cannot start a process in {host}")
         return read
 
-    def check_managed(self, host: str, unit: str | None, podman: str | None, kind: str) -> None:
-        """Refuse what a systemd service or a podman container cannot be."""
-        name = unit or podman or ""
-        if unit and podman:
-            raise LabError("--unit or --podman, not both")
-        if unit and not self.has_systemd(host):
-            raise LabError(f"{host} has no systemd (up --systemd 131,node9)")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9@_.-]{0,200}", name):
-            raise LabError(f"{name!r} cannot be the name of a service or container")
-        if unit and unit.endswith(".service"):
-            raise LabError(f"--unit {name}: write the name without .service")
-        if podman and kind in ("unkillable", "zombie-parent"):
-            raise LabError(f"--podman does not go with --kind {kind}")
-        if podman and not shutil.which("podman"):
-            raise LabError("there is no podman to install (see tests/lab/packages.txt)")
-
     def launch_service(
         self, host: str, init: int, spec: dict[str, Any], name: str, restart: str
     ) -> None:
         """Start a holder as a systemd service of the host."""
         self.announce(host, spec, init_systemd.stop_command(name))
         root = Path(f"/proc/{init}/root")
-        spec["uid"] = uid_of(spec["user"], root)
         command = [spec["name"], *MODEL_COMMAND]
         environment = holder_environment(spec)
         text = init_systemd.service(name, "/usr/bin/python3", command, environment, restart)
@@ -830,7 +755,6 @@ class Lab:
         """Start a holder as process 1 of a podman container in the host."""
         self.announce(host, spec, podman_files.stop_command(name))
         root = Path(f"/proc/{init}/root")
-        spec["uid"] = uid_of(spec["user"], root)
         link_program(spec["name"], root)
         environment = {**holder_environment(spec), "GPUOPS_DRIVER": podman_files.DRIVER}
         start = podman_files.run_command(
@@ -1136,6 +1060,7 @@ def holder_environment(spec: dict[str, Any]) -> dict[str, str]:
         "HOME": "/",
         "LANG": "C.UTF-8",
         "CUDA_VISIBLE_DEVICES": ",".join(str(n) for n in spec["claim"]["gpus"]),
+        **spec["environment"],
         "GPUOPS_HOLD": json.dumps(spec),
     }
 

@@ -101,7 +101,8 @@ def make_layer(layer: Path, paths: Paths) -> None:
     if Path("/.dockerenv").exists():  # what builds the lab is a container; its hosts are not
         os.mknod(layer / ".dockerenv", stat.S_IFCHR, 0)
     write(layer / "usr/sbin/init", INIT, 0o755)
-    write(layer / "usr/bin/nvidia-smi", (HERE / "bin/nvidia-smi").read_text(), 0o755)
+    for name in ("nvidia-smi", "nvidia-cuda-mps-control"):
+        write(layer / "usr/bin" / name, (HERE / "bin" / name).read_text(), 0o755)
     write(layer / "usr/local/bin/serve-forever", (HERE / "bin/serve-forever").read_text(), 0o755)
     podman.install(layer)
     # The workload, importable under the names that real servers have.
@@ -115,6 +116,7 @@ def make_layer(layer: Path, paths: Paths) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         write(directory / f"{module}.py", code)
     libraries = layer / "usr/lib/python3/dist-packages"
+    write(libraries / "nvidia_cuda_mps.py", (HERE / "mps.py").read_text())
     for name in ("sglang", "vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
         write(libraries / name / "__init__.py", "")
     for name in ("torch", "torch/distributed"):

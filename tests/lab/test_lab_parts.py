@@ -215,3 +215,91 @@ def test_unprivileged_container_with_users_can_be_stopped_and_started(lab: Lab) 
     assert not lab.alive(holder["id"])[holder["id"]]
     lab.start("ct132")
     assert lab.run(["ssh", "ct132", "true"]).returncode == 0
+
+
+# --- the shapes of Slurm's and Kubernetes' cgroups ---
+
+
+def test_slurm_step(lab: Lab) -> None:
+    holder = lab.hold("node1", gpus="0-1", slurm="6")
+    path = "/system.slice/slurmstepd.scope/job_6/step_batch/user/task_0"
+    assert cgroup(lab, "node1", holder["pid"]) == path
+    environment = sh(lab, "node1", f"tr '\\0' '\\n' </proc/{holder['pid']}/environ").splitlines()
+    assert {"SLURM_JOB_ID=6", "SLURM_JOB_GPUS=0,1"} <= set(environment)
+    assert sh(lab, "node1", f"ps -o user= -p {holder['pid']}").strip() == "alice"
+    step = lab.hold("ct129", gpus="0", slurm="7.0", user="bob")
+    path = "/lxc/129/ns/system.slice/slurmstepd.scope/job_7/step_0/user/task_0"
+    assert cgroup(lab, "pve1", step["node_pid"]) == path
+
+
+def test_pod(lab: Lab) -> None:
+    uid = "0a1b2c3d-0000-4000-8000-00000000beef"
+    holders = lab.hold_many("node1", 2, gpus="0", pod=uid)
+    paths = [cgroup(lab, "node1", holder["pid"]) for holder in holders]
+    slice = f"kubepods-burstable-pod{uid.replace('-', '_')}.slice"
+    shape = rf"/kubepods.slice/kubepods-burstable.slice/{slice}/cri-containerd-[0-9a-f]{{64}}.scope"
+    assert all(re.fullmatch(shape, path) for path in paths)
+    assert paths[0] != paths[1]
+
+
+# --- MPS ---
+
+
+def mps(lab: Lab, host: str, line: str) -> tuple[int, str]:
+    """Exit code and output of nvidia-cuda-mps-control for one line of input."""
+    result = lab.inside(host, ["sh", "-c", f"echo {line} | nvidia-cuda-mps-control"])
+    return result.returncode, result.stdout
+
+
+def test_mps_server_outlives_its_clients_until_it_is_told_to_quit(lab: Lab) -> None:
+    assert mps(lab, "ct129", "quit") == (1, "Cannot find MPS control daemon process\n")
+    server = lab.hold("ct129", gpus="0", kind="mps")
+    client = lab.hold("ct129", gpus="0", mib=21009, mps_client=True)
+    line = sh(lab, "ct129", f"ps -o ppid=,comm=,args= -p {server['pid']}").split()
+    assert line[1:] == ["nvidia-cuda-mps", "nvidia-cuda-mps-server"]
+    parent = sh(lab, "ct129", f"ps -o ppid=,comm=,args= -p {line[0]}").split()
+    assert parent == ["1", "nvidia-cuda-mps", "nvidia-cuda-mps-control", "-d"]
+    assert used(lab, "ct129")[0] == 66 + 21009
+    assert mps(lab, "ct129", "get_server_list") == (0, f"{server['pid']}\n")
+    assert mps(lab, "ct129", f"get_client_list {server['pid']}") == (0, f"{client['pid']}\n")
+    sh(lab, "ct129", f"kill -9 {client['pid']}")
+    until(lambda: used(lab, "ct129")[0] == 66)
+    assert mps(lab, "ct129", "quit") == (0, "")
+    until(lambda: used(lab, "ct129")[0] == 0)
+    assert not sh(lab, "ct129", "pgrep nvidia-cuda-mps")
+
+
+def test_mps_quit_after_a_time_leaves_a_client_its_memory(lab: Lab) -> None:
+    lab.hold("node1", gpus="0", kind="mps")
+    client = lab.hold("node1", gpus="0", mib=21009, mps_client=True)
+    command = "echo quit | timeout 0.3 nvidia-cuda-mps-control; echo $?"
+    assert sh(lab, "node1", command).strip() == "124"  # it waits for the client
+    with pytest.raises(LabError, match="no more clients"):
+        lab.hold("node1", mps_client=True)
+    assert mps(lab, "node1", "quit -t 1") == (0, "")
+    until(lambda: used(lab, "node1")[0] == 21009)
+    assert lab.alive(client["id"])[client["id"]]
+
+
+def test_mps_server_that_was_killed_comes_with_the_next_client(lab: Lab) -> None:
+    server = lab.hold("node9", gpus="0", kind="mps", unit="nvidia-mps")
+    assert cgroup(lab, "node9", server["pid"]) == "/system.slice/nvidia-mps.service"
+    os.kill(server["outer_pid"], signal.SIGKILL)
+    until(lambda: not any(used(lab, "node9")))
+    lab.hold("node9", gpus="0", mib=100, mps_client=True)
+    until(lambda: used(lab, "node9")[0] == 166)
+    with pytest.raises(LabError, match="no MPS control daemon"):
+        lab.hold("ct131", mps_client=True)
+
+
+def test_down_leaves_nothing_of_any_part() -> None:
+    name = f"{NAME}-b"
+    lab = Lab(name)
+    lab.up(cts="none", nodes=0, systemd="131,132,node9", unprivileged="132")
+    for host in ("ct131", "ct132", "node9"):
+        lab.hold(host, unit="vllm", restart="always")
+        lab.hold(host, podman="vllm", restart="always")
+        lab.hold(host, kind="mps")
+        lab.hold(host, kind="unkillable")
+    lab.down()
+    assert no_leftovers(name)

@@ -97,3 +97,28 @@ def test_own_nodes_must_exist() -> None:
 def test_lab_names_that_cannot_be(name: str) -> None:
     with pytest.raises(LabError):
         check_name(name)
+
+
+def test_systemd_and_unprivileged_are_added_to_the_others() -> None:
+    plan = make_plan(cts="129,131", nodes=1, systemd="131,133@pve2,node9", unprivileged="129,132")
+    kinds = {c.name: (c.systemd, c.unprivileged) for c in plan.containers()}
+    assert kinds == {
+        "ct129": (False, True),
+        "ct131": (True, False),
+        "ct132": (False, True),
+        "ct133": (True, False),
+    }
+    nodes = [(host.name, host.systemd) for host in plan.hosts if not host.proxmox]
+    assert nodes == [("node1", False), ("node9", True)]
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_a_node_with_systemd_alone_needs_no_proxmox_host() -> None:
+    plan = make_plan(cts="none", nodes=0, systemd="node9")
+    assert [host.name for host in plan.hosts] == ["node9"]
+
+
+@pytest.mark.parametrize("text", ["node0", "node201", "pve1", "12"])
+def test_systemd_refuses(text: str) -> None:
+    with pytest.raises(LabError):
+        make_plan(systemd=text)
