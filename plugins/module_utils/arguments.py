@@ -17,6 +17,7 @@ TARGETS = {
         "protect": {"type": "list", "elements": "str", "default": []},
         "scope": {"type": "str", "default": ""},
         "plan": {"type": "list", "elements": "dict"},
+        "mps": {"type": "str", "default": "keep", "choices": ["keep", "quit"]},
         "holders_only": {"type": "bool", "default": False},
         "smi_timeout": {"type": "float", "default": 10.0},
     },
@@ -29,9 +30,9 @@ RUNG = {
         "select": {
             "type": "str",
             "required": True,
-            "choices": ["workloads", "dirty_gpus", "devices", "escaped"],
+            "choices": ["mps", "workloads", "dirty_gpus", "devices", "escaped"],
         },
-        "signal": {"type": "str", "required": True, "choices": ["TERM", "INT", "KILL"]},
+        "signal": {"type": "str", "required": True, "choices": ["TERM", "INT", "KILL", "quit"]},
         "wait": {"type": "float", "required": True},
     },
 }

@@ -111,6 +111,11 @@ class Holder:
         return self.owner.by_namespace
 
     @property
+    def is_mps(self) -> bool:
+        """Is it NVIDIA's Multi-Process Service, which holds GPUs on behalf of its clients?"""
+        return base_name(self.command).startswith("nvidia-cuda-mps-")
+
+    @property
     def is_workload(self) -> bool:
         """Does it compute? The driver lists it, or it has unified memory mapped.
 
@@ -395,6 +400,20 @@ def _read(pid: int, name: str) -> str:
             return text.read()
     except OSError:
         return ""
+
+
+def base_name(command: str) -> str:
+    """The name of the program of a command line, without its folder."""
+    return command.partition(" ")[0].rpartition("/")[2].rstrip(":")
+
+
+def mps_directory(pid: int) -> str:
+    """Where this MPS process has its pipes: as its environment says, else the default."""
+    for entry in _read(pid, "environ").split("\0"):
+        key, _, value = entry.partition("=")
+        if key == "CUDA_MPS_PIPE_DIRECTORY" and value and "\n" not in value:
+            return value
+    return "/tmp/nvidia-mps"
 
 
 def user_name(uid: int | None) -> str:

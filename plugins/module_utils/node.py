@@ -157,7 +157,7 @@ class Node:
         if holder.pid == 1 or (holder.ns_pid == 1 and holder.namespaces[:1] == [home]):
             return "protected: it is PID 1"
         name = verdict.protected_by(holder, target.protect)
-        if name:
+        if name and not (holder.is_mps and target.quits_mps):
             return "protected by name (%s)" % name
         inside = home in holder.namespaces and home not in self.own_namespaces
         if target.vmid and inside and holder.owner.kind == "pidns":
@@ -414,6 +414,8 @@ class Work:
 
     def signal_all(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
         """Signal each of these that is still itself and still holds a device."""
+        if rung["signal"] == "quit":
+            return self.quit_mps(chosen, rung)
         grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
         still = holders.scan(self.node.devices, deep=True, pids=[grip.pid for grip in grips])
         sent = []
@@ -426,6 +428,20 @@ class Work:
             else:
                 grip.close()
         return sent
+
+    def quit_mps(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
+        """Tell the MPS daemons of these to quit, each once."""
+        while self.session.pending:
+            self.read()
+        grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
+        self.first_signal = time.monotonic()
+        outcome: dict[str, str] = {}
+        for holder in chosen:
+            directory = holders.mps_directory(holder.pid)
+            if directory not in outcome:
+                outcome[directory] = self.session.quit_mps(directory)
+            self.actions.append(action(holder, rung, outcome[directory]))
+        return grips
 
     def wait(self, grips: list[signals.Grip], rung: dict[str, Any], watch: float) -> None:
         """Read until two zeros with everybody gone, or until more waiting cannot help.
@@ -503,8 +519,14 @@ class Pause:
 
 # What a rung is about: holder and the minor numbers of the GPUs that are not zero.
 SELECTIONS: dict[str, Callable[[holders.Holder, set[int | None]], bool]] = {
-    "workloads": lambda holder, dirty: holder.is_workload and not holder.escaped,
-    "dirty_gpus": lambda holder, dirty: bool(holder.gpus & dirty) and not holder.escaped,
+    "mps": lambda holder, dirty: holder.is_mps,
+    # The service itself is told to quit first and killed last: its clients depend on it.
+    "workloads": lambda holder, dirty: (
+        holder.is_workload and not holder.escaped and not holder.is_mps
+    ),
+    "dirty_gpus": lambda holder, dirty: (
+        bool(holder.gpus & dirty) and not holder.escaped and not holder.is_mps
+    ),
     "devices": lambda holder, dirty: not holder.escaped,
     "escaped": lambda holder, dirty: holder.escaped,
 }

@@ -46,20 +46,24 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# Seconds that MPS gives its clients when it is told to quit, before it ends its server.
+MPS_GRACE = 2
+
 # One shell per place of reading: it answers a question per line. Starting nvidia-smi through
 # `pct exec` anew for each reading would pay the start of pct each time.
 SESSION_SCRIPT = """\
 echo gpuops-ready
-while read -r question; do
+while read -r question argument; do
   case $question in
     gpus) nvidia-smi --query-gpu={gpus} --format=csv,noheader,nounits ;;
     apps) nvidia-smi --query-compute-apps={apps} --format=csv,noheader,nounits ;;
     minors) nvidia-smi -q ;;
     nodes) ls /dev ;;
+    mps) echo quit -t {grace} | CUDA_MPS_PIPE_DIRECTORY=$argument nvidia-cuda-mps-control ;;
   esac </dev/null 2>&1
   echo "MARK$?"
 done
-""".format(gpus=",".join(GPU_FIELDS), apps=",".join(APP_FIELDS))
+""".format(gpus=",".join(GPU_FIELDS), apps=",".join(APP_FIELDS), grace=MPS_GRACE)
 
 # No answer is longer, not even with a thousand processes; more is a tool gone mad.
 MOST_BYTES = 4 << 20
@@ -370,6 +374,15 @@ class Session:
             return text
         self._ready = True
         return text.partition("gpuops-ready\n")[2]
+
+    def quit_mps(self, directory: str) -> str:
+        """Tell the MPS daemon of this pipe directory to quit: ``sent``, or what went wrong."""
+        self.ask("mps " + directory)
+        try:
+            text, code = self.answer()
+        except SmiError as error:
+            return str(error)
+        return "sent" if code == 0 else first_line(text) or "exit code %d" % code
 
     def gpus(self) -> Reading:
         """The answer to ``gpus`` as a reading; a failure to answer is a reading with a problem."""

@@ -34,6 +34,7 @@ class Target:
         number, or by index, UUID or bus id); ``protect`` (names never to be signalled);
         ``scope`` (``container``, ``node``, ``job:ID``, ``user:NAME`` or ``everything``);
         ``plan`` (holders, as :func:`plan_entry` writes them: nobody else may be signalled);
+        ``mps`` (``keep``, or ``quit`` to tell it to);
         ``holders_only`` (the driver tells no memory here, so holders alone decide);
         ``smi_timeout`` (seconds an answer of nvidia-smi may take).
     """
@@ -47,6 +48,7 @@ class Target:
         self.protect = [str(name) for name in spec.get("protect") or []]
         self.scope = str(spec.get("scope") or ("container" if self.vmid else "node"))
         self.plan: list[dict[str, Any]] | None = spec.get("plan")
+        self.quits_mps = spec.get("mps") == "quit"
         self.holders_only = bool(spec.get("holders_only"))
         self.smi_timeout = float(spec.get("smi_timeout") or 10)
         # Inside a container the memory of others is seen, but not the others.
@@ -149,7 +151,7 @@ def protected_by(holder: holders.Holder, names: list[str]) -> str:
     Matched against the process's name and the base name of its command; shell wildcards work. A
     name as long as the kernel keeps it matches what begins with it.
     """
-    base = holder.command.partition(" ")[0].rpartition("/")[2].rstrip(":")
+    base = holders.base_name(holder.command)
     if base in names:
         return base
     for name in names:
@@ -266,14 +268,17 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
     where = memory_sentence(bad) if bad else "the driver's control nodes are held"
     if word == BLOCKED:
         others = {}
+        remedy = "stop it where it belongs, or widen gpuops_scope or -l to include its owner"
         for gpu in bad:
             for holder, why in view.in_the_way(gpu.minor, target.is_zero(gpu)):
                 others[holder.pid] = "%s, %s" % (short(holder), why)
+                if holder.is_mps and why.startswith("protected"):
+                    remedy = "set gpuops_mps=quit to have MPS told to quit"
         if others:
             return Verdict(
                 word,
                 "%s, held by %s" % (where, "; ".join(list(others.values())[:3])),
-                "stop it where it belongs, or widen gpuops_scope or -l to include its owner",
+                remedy,
             )
         return Verdict(
             word,

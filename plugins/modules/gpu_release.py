@@ -70,6 +70,13 @@ options:
             is there, nobody is signalled and the result says so in refused.
         type: list
         elements: dict
+      mps:
+        description:
+          - V(keep) spares NVIDIA's Multi-Process Service as the protect list says. V(quit) takes it off that
+            list, so that a rung that selects V(mps) can tell it to quit.
+        type: str
+        default: keep
+        choices: [keep, quit]
       holders_only:
         description:
           - The driver tells no memory on this machine (it prints V([N/A])), so holders alone decide. The
@@ -91,6 +98,7 @@ options:
         required: true
       select:
         description:
+          - V(mps), NVIDIA's Multi-Process Service.
           - V(workloads), holders that compute - the driver lists them, or they have a GPU and unified
             memory open.
           - V(dirty_gpus), whoever holds a GPU that is not zero, by any evidence.
@@ -99,12 +107,12 @@ options:
             namespace.
         type: str
         required: true
-        choices: [workloads, dirty_gpus, devices, escaped]
+        choices: [mps, workloads, dirty_gpus, devices, escaped]
       signal:
-        description: The signal to send.
+        description: The signal to send; V(quit) is no signal, but MPS told to by its own command.
         type: str
         required: true
-        choices: [TERM, INT, KILL]
+        choices: [TERM, INT, KILL, quit]
       wait:
         description: Seconds to wait at most for the GPUs to read zero.
         type: float

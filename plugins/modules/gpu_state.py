@@ -68,6 +68,13 @@ options:
             is there, nobody is signalled and the result says so in refused.
         type: list
         elements: dict
+      mps:
+        description:
+          - V(keep) spares NVIDIA's Multi-Process Service as the protect list says. V(quit) takes it off that
+            list, so that a rung that selects V(mps) can tell it to quit.
+        type: str
+        default: keep
+        choices: [keep, quit]
       holders_only:
         description:
           - The driver tells no memory on this machine (it prints V([N/A])), so holders alone decide. The

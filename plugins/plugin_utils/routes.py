@@ -42,6 +42,7 @@ def route(
         "baseline_mib": baseline(variables),
         "protect": words(variables, "gpuops_protect") + words(variables, "gpuops_protect_more"),
         "scope": scope(variables, vmid),
+        "mps": choice(variables, "gpuops_mps", ("keep", "quit")),
         "holders_only": flag(variables, "gpuops_holders_only"),
         "smi_timeout": seconds(variables, "gpuops_smi_timeout", 10.0),
     }
@@ -92,6 +93,17 @@ def scope(variables: Mapping[str, Any], vmid: int) -> str:
     return value
 
 
+def choice(variables: Mapping[str, Any], key: str, words: tuple[str, ...]) -> str:
+    """A variable that is one of a few words, the first by default.
+
+    :raises RouteError: it is none of them.
+    """
+    value = str(variables.get(key) or words[0])
+    if value not in words:
+        raise RouteError(f"{key} is '{value}'; write one of {', '.join(words)}")
+    return value
+
+
 def flag(variables: Mapping[str, Any], key: str) -> bool:
     """A variable that is true or false.
 
@@ -131,7 +143,10 @@ def rungs(variables: Mapping[str, Any]) -> list[Any]:
     for name in wanted:
         if name not in known:
             raise RouteError(f"there is no rung '{name}'; write some of {', '.join(known)}")
-    return [rung for rung in ladder if str(rung["name"]) in wanted]
+    # A rung is an execution, so one that would select nobody is left out.
+    quits = variables.get("gpuops_mps") == "quit"
+    chosen = [rung for rung in ladder if str(rung["name"]) in wanted]
+    return [rung for rung in chosen if quits or rung.get("select") != "mps"]
 
 
 def check_verify(variables: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ def target(**different: Any) -> dict[str, Any]:
         "baseline_mib": 0,
         "protect": [],
         "scope": "node",
+        "mps": "keep",
         "holders_only": False,
         "smi_timeout": 10.0,
         **different,
@@ -218,8 +219,18 @@ def test_the_defaults_of_the_roles_are_sound(root: Any) -> None:
     assert found["route"] == "node"
     assert "nvidia-persistenced" in found["target"]["protect"]
     for profile in variables["gpuops_profiles"]:
-        climbed = routes.rungs({**variables, "gpuops_profile": profile})
-        assert [rung["name"] for rung in climbed] == variables["gpuops_profiles"][profile]
+        names = variables["gpuops_profiles"][profile]
+        quits = routes.rungs({**variables, "gpuops_profile": profile, "gpuops_mps": "quit"})
+        assert [rung["name"] for rung in quits] == names
+        # A rung that could select nobody is not climbed: each is an execution.
+        keeps = routes.rungs({**variables, "gpuops_profile": profile})
+        assert [rung["name"] for rung in keeps] == [name for name in names if name != "mps"]
+
+
+def test_mps_is_kept_or_told_to_quit_and_nothing_else() -> None:
+    assert route("node1", gpuops_mps="quit")["target"]["mps"] == "quit"
+    with pytest.raises(routes.RouteError, match="gpuops_mps is 'kill'; write one of keep, quit"):
+        route("node1", gpuops_mps="kill")
 
 
 values = st.one_of(
