@@ -122,13 +122,18 @@ def parser() -> argparse.ArgumentParser:
         "--unit", metavar="NAME", help="run it as the systemd service NAME of the host"
     )
     hold.add_argument(
+        "--user-session",
+        metavar="USER",
+        help="run it as a service (--unit, default: vllm) of that user's own systemd",
+    )
+    hold.add_argument(
         "--podman", metavar="NAME", help="run it in a podman container NAME in the host"
     )
     hold.add_argument(
         "--restart",
         choices=("no", "always"),
         default="no",
-        help="of the unit or podman container (default: no)",
+        help="of the service or podman container (default: no)",
     )
     drop = verb("drop", "End holders, also stopped and unkillable ones, and wait for their end.")
     drop.add_argument("which", nargs="?", default="all", metavar="ID|HOST|all")

@@ -135,6 +135,7 @@ class Driver:
         self.sequence = 0
         self.hanging: list[socket.socket] = []
         self.stuck_servers: list[subprocess.Popen[bytes]] = []
+        self.standins = self.make_standins()
         self.selector = selectors.DefaultSelector()
         self.listen(Path(config["socket"]), 0o666, self.on_host_request)
         self.listen(Path(config["admin"]), 0o600, self.on_admin_request)
@@ -214,6 +215,28 @@ class Driver:
                 key.data()
 
     # --- holders ---
+
+    def make_standins(self) -> int:
+        """A directory of what holders map instead of the real nodes: c 1:5 under their names.
+
+        It is the /dev of a file system mounted nowhere, so that a mapping reads /dev/NAME for
+        everybody, while nobody's own /dev is another one.
+        """
+        tree = linux.detached_tmpfs()
+        os.mkdir("dev", dir_fd=tree)
+        directory = os.open("dev", os.O_PATH | os.O_DIRECTORY, dir_fd=tree)
+        os.close(tree)
+        for name in [*(f"nvidia{gpu['minor']}" for gpu in self.gpus), "nvidiactl", "nvidia-uvm"]:
+            os.mknod(name, stat.S_IFCHR | 0o600, os.makedev(1, 5), dir_fd=directory)
+        return directory
+
+    def give_standins(self, client: socket.socket, names: list[str]) -> None:
+        """Open stand-ins for a holder, which need not be allowed to."""
+        opened = [os.open(name, os.O_RDWR, dir_fd=self.standins) for name in names]
+        socket.send_fds(client, [b"{}"], opened)
+        for fd in opened:
+            os.close(fd)
+        client.close()
 
     def register(self, peer: int, request: dict[str, Any]) -> dict[str, Any]:
         """A process says that it holds GPUs; believe only what /proc shows."""
@@ -404,6 +427,9 @@ class Driver:
         peer = struct.unpack("3i", raw)[0]
         if not line.startswith(b"smi\x1f"):
             request = json.loads(line)
+            if request["op"] == "standins":
+                self.give_standins(client, request["names"])
+                return
             if request["op"] == "helper":
                 self.add_helper(request["id"], peer)
                 self.reply(client, b"{}")

@@ -19,8 +19,6 @@ import time
 from typing import Any
 
 DRIVER = "/proc/driver/lab/driver.sock"
-CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
-SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432  # the same on every architecture
 SYS_EXIT = 93 if os.uname().machine == "aarch64" else 60
 
 Spec = dict[str, Any]
@@ -30,10 +28,16 @@ libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 
 
+def connect() -> socket.socket:
+    """A connection to the driver."""
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(os.environ.get("GPUOPS_DRIVER", DRIVER))
+    return client
+
+
 def ask_driver(request: Spec) -> Spec:
     """One request to the driver, which knows this process by its socket credentials."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(os.environ.get("GPUOPS_DRIVER", DRIVER))
+    with connect() as client:
         client.sendall(json.dumps(request).encode() + b"\n")
         answer = b""
         while part := client.recv(65536):
@@ -79,72 +83,21 @@ def open_nodes(minors: list[int]) -> None:
         os.open(f"/dev/{name}", os.O_PATH)
 
 
-def system(result: int, what: str) -> int:
-    """The result of a system call, or its error."""
-    if result < 0:
-        raise OSError(ctypes.get_errno(), what)
-    return result
-
-
-def mount(source: str, target: str, kind: str, flags: int) -> None:
-    """mount(2)."""
-    system(libc.mount(source.encode(), target.encode(), kind.encode(), flags, None), "mount")
-
-
 def open_standins(names: list[str]) -> list[int]:
-    """Files that can be mapped (c 1:5) and are called /dev/NAME, as every reader of maps sees.
-
-    c 195:N cannot be mapped without the driver. The stand-ins are in a file system of their own
-    that is mounted nowhere, so that nobody's /dev changes.
-    """
-    create, path_only = 6, os.O_PATH | os.O_DIRECTORY
-    context = system(libc.syscall(SYS_FSOPEN, b"tmpfs", 0), "fsopen")
-    system(libc.syscall(SYS_FSCONFIG, context, create, None, None, 0), "fsconfig")
-    tree = system(libc.syscall(SYS_FSMOUNT, context, 0, 0), "fsmount")
-    os.mkdir("dev", dir_fd=tree)
-    directory = os.open("dev", path_only, dir_fd=tree)
-    try:
-        for name in names:
-            os.mknod(name, stat.S_IFCHR | 0o666, os.makedev(1, 5), dir_fd=directory)
-        return [os.open(name, os.O_RDWR, dir_fd=directory) for name in names]
-    finally:
-        for fd in (context, tree, directory):
-            os.close(fd)
-
-
-def bind_standins(names: list[str]) -> list[int]:
-    """The same where there is no mknod (an unprivileged container): /dev/zero is bound over the
-    nodes, in a mount namespace of one thread alone, which lives on to keep it."""
-    opened: list[int] = []
-    done = threading.Event()
-
-    def bind() -> None:
-        try:
-            system(libc.unshare(CLONE_NEWNS), "unshare")
-            mount("none", "/", "", MS_REC | MS_PRIVATE)
-            for name in names:
-                mount("/dev/zero", f"/dev/{name}", "", MS_BIND)
-                opened.append(os.open(f"/dev/{name}", os.O_RDWR))
-        finally:
-            done.set()
-        forever()
-
-    threading.Thread(target=bind, daemon=True).start()
-    done.wait()
-    if len(opened) < len(names):
-        raise OSError("cannot bind over the device nodes")
-    return opened
+    """Files that can be mapped and are called /dev/NAME; c 195:N cannot be without a driver."""
+    with connect() as client:
+        client.sendall(json.dumps({"op": "standins", "names": names}).encode() + b"\n")
+        answer, fds, _, _ = socket.recv_fds(client, 4096, len(names))
+    if len(fds) < len(names):
+        raise OSError(f"the driver gives nothing to map: {answer.decode()}")
+    return fds
 
 
 def map_nodes(minors: list[int], control: bool = True) -> None:
     """The mappings that a CUDA process has: its GPUs, and with `control` nvidiactl and uvm."""
     names = [f"nvidia{minor}" for minor in minors]
     names += ["nvidiactl", "nvidia-uvm"] if control else []
-    try:
-        opened = open_standins(names)
-    except PermissionError:
-        opened = bind_standins(names)
-    for fd in opened:
+    for fd in open_standins(names):
         # Not Python's mmap: that keeps a duplicate of the descriptor.
         flags = mmap.PROT_READ | mmap.PROT_WRITE
         if libc.mmap(None, 4096, flags, mmap.MAP_PRIVATE, fd, 0) == ctypes.c_void_p(-1).value:
@@ -154,7 +107,7 @@ def map_nodes(minors: list[int], control: bool = True) -> None:
 
 def become_user(spec: Spec) -> None:
     """Give up root, after what only root can do here."""
-    if spec["uid"]:
+    if spec["uid"] != os.getuid():
         os.setgroups([])
         os.setgid(spec["uid"])
         os.setuid(spec["uid"])

@@ -649,7 +649,7 @@ class Lab:
         """Start processes that hold GPUs and return when they do; the options are Wish's."""
         wish = Wish(**options)
         wish.check(count)
-        if wish.unit and not self.has_systemd(host):
+        if wish.service() and not self.has_systemd(host):
             raise LabError(f"{host} has no systemd (up --systemd 131,node9)")
         if wish.podman and not shutil.which("podman"):
             raise LabError("there is no podman to install (see tests/lab/packages.txt)")
@@ -668,8 +668,8 @@ class Lab:
     ) -> Callable[[], dict[str, Any]]:
         """Start one holder the way it is wished for; returns how to wait for it."""
         spec["uid"] = uid_of(spec["user"], Path(f"/proc/{init}/root"))
-        if wish.unit:
-            self.launch_service(host, init, spec, wish.unit, wish.restart)
+        if wish.service():
+            self.launch_service(host, init, spec, wish)
         elif wish.podman:
             self.launch_podman(host, init, spec, wish.podman, wish.restart)
         else:
@@ -736,17 +736,16 @@ class Lab:
             raise LabError(f"cannot start a process in {host}")
         return read
 
-    def launch_service(
-        self, host: str, init: int, spec: dict[str, Any], name: str, restart: str
-    ) -> None:
-        """Start a holder as a systemd service of the host."""
-        self.announce(host, spec, init_systemd.stop_command(name))
+    def launch_service(self, host: str, init: int, spec: dict[str, Any], wish: Wish) -> None:
+        """Start a holder as a systemd service of the host, or of a user there."""
+        name, uid = wish.service(), spec["uid"] if wish.user_session else None
+        self.announce(host, spec, init_systemd.stop_command(name, uid))
         root = Path(f"/proc/{init}/root")
         command = [spec["name"], *MODEL_COMMAND]
         environment = holder_environment(spec)
-        text = init_systemd.service(name, "/usr/bin/python3", command, environment, restart)
-        (root / init_systemd.UNITS / f"{name}.service").write_text(text)
-        start = ["sh", "-c", init_systemd.start_command(name)]
+        text = init_systemd.service(name, "/usr/bin/python3", command, environment, wish.restart)
+        (root / init_systemd.unit_file(name, uid)).write_text(text)
+        start = ["sh", "-c", init_systemd.start_command(name, uid)]
         self.start_managed(host, spec, start)
 
     def launch_podman(
@@ -830,6 +829,9 @@ class Lab:
         if wanted:
             pid = answer["outer_pid"]
             wait_until(lambda: linux.process_state(pid) == wanted, 5, f"state {wanted}")
+        if kind == "unkillable":  # opening the file is state D too, but it ends
+            pid = answer["outer_pid"]
+            wait_until(lambda: linux.in_read(pid), 5, "a read without end")
         return answer
 
     def holders(self) -> list[dict[str, Any]]:
@@ -959,7 +961,10 @@ class Lab:
         """Start a container that was stopped."""
         container = self.need_container(name)
         host = self.plan().host(name)
-        self.start_containers(host, self.running_init(host.name), [container.vmid])
+        init = self.running_init(host.name)
+        rootfs = Path(f"/proc/{init}/root/var/lib/lxc/{container.vmid}/rootfs")
+        (rootfs / "run/sshd.pid").unlink(missing_ok=True)  # of its former life
+        self.start_containers(host, init, [container.vmid])
         self.wait_container(container)
         return {"started": name}
 

@@ -18,9 +18,12 @@ ALL_NAMESPACES = (
     CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
 )
 PR_SET_PDEATHSIG = 1
+SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432  # the same on every architecture
+FSCONFIG_CMD_CREATE = 6
 
 _ARM = platform.machine() == "aarch64"
 SYS_PIVOT_ROOT = 41 if _ARM else 155
+SYS_READ = 63 if _ARM else 0
 SYS_EXIT = 93 if _ARM else 60  # ends one thread; exit_group would end the process
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -54,6 +57,21 @@ def mount(
 def bind(source: str | Path, target: str | Path) -> None:
     """Show `source` at `target` too."""
     mount(source, target, "", MS_BIND)
+
+
+def detached_tmpfs() -> int:
+    """A descriptor of the root of a new tmpfs that is mounted nowhere."""
+
+    def call(number: int, *arguments: int | bytes | None) -> int:
+        result: int = libc.syscall(number, *arguments)
+        _check(min(result, 0), "making a file system")
+        return result
+
+    context = call(SYS_FSOPEN, b"tmpfs", 0)
+    call(SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, None, None, 0)
+    tree = call(SYS_FSMOUNT, context, 0, 0)
+    os.close(context)
+    return tree
 
 
 def umount(target: str | Path, flags: int = MNT_DETACH) -> None:
@@ -97,6 +115,14 @@ def die_with_parent(signal_number: int) -> None:
 def start_time(pid: int) -> int:
     """Field 22 of /proc/PID/stat: with the pid it names one process for ever."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def in_read(pid: int) -> bool:
+    """Whether a process is in read(2); True where the kernel does not say."""
+    try:
+        return Path(f"/proc/{pid}/syscall").read_text().split()[0] == str(SYS_READ)
+    except OSError:
+        return True
 
 
 def process_state(pid: int) -> str:

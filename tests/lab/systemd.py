@@ -12,6 +12,7 @@ from pathlib import Path
 
 INIT = "/lib/systemd/systemd"
 UNITS = "etc/systemd/system"
+USER_UNITS = "etc/systemd/user"
 MULTI_USER = """\
 [Unit]
 Description=Multi-User System
@@ -34,6 +35,22 @@ RestartPreventExitStatus=255
 RuntimeDirectory=sshd
 RuntimeDirectoryMode=0755
 """
+# Debian's needs logind for its runtime directory, and PAM.
+USER_MANAGER = """\
+[Unit]
+Description=User Manager for UID %i
+
+[Service]
+User=%i
+Type=notify
+Environment=XDG_RUNTIME_DIR=/run/user/%i
+ExecStartPre=+/usr/bin/install -d -m 700 -o %i -g %i /run/user/%i
+ExecStart=/lib/systemd/systemd --user
+Slice=user-%i.slice
+KillMode=mixed
+KillSignal=SIGRTMIN+3
+Delegate=yes
+"""
 # Without "Audit=" it would turn on the audit of the whole machine.
 JOURNAL = "[Journal]\nStorage=volatile\nForwardToSyslog=no\nReadKMsg=no\nAudit=\n"
 SERVICE = """\
@@ -51,9 +68,12 @@ RestartSec=200ms
 
 def hidden() -> list[str]:
     """The directories of the machine that say what to start, and what generates more of it."""
-    wants = sorted(Path("/usr/lib/systemd/system").glob("*.wants"))
+    wants = sorted(Path("/usr/lib/systemd").glob("*/*.wants"))
     return [
         UNITS,
+        USER_UNITS,
+        "usr/lib/systemd/user-generators",
+        "usr/lib/systemd/user-environment-generators",
         "etc/systemd/system-generators",
         "usr/lib/systemd/system-generators",
         *(str(path).lstrip("/") for path in wants),
@@ -68,6 +88,7 @@ def install(layer: Path, name: str) -> None:
         hide(layer, directory, 0o755)
     write(layer / UNITS / "multi-user.target", MULTI_USER)
     write(layer / UNITS / "ssh.service", SSH)
+    write(layer / UNITS / "user@.service", USER_MANAGER)
     (layer / UNITS / "default.target").symlink_to("multi-user.target")
     (layer / UNITS / "systemd-journald-audit.socket").symlink_to("/dev/null")
     wants = layer / "usr/lib/systemd/system/sockets.target.wants"
@@ -105,13 +126,27 @@ def service(
     )
 
 
-def start_command(name: str) -> str:
-    """Start a unit whose file is new or another one than before; a shell command."""
-    unit = shlex.quote(f"{name}.service")
-    return f"systemctl daemon-reload && systemctl start {unit}"
+def unit_file(name: str, uid: int | None) -> str:
+    """Where the file of a service of the host, or of a user's systemd, is below the root."""
+    return f"{UNITS if uid is None else USER_UNITS}/{name}.service"
 
 
-def stop_command(name: str) -> str:
-    """Have systemd give a unit up, without waiting for its processes; a shell command."""
-    unit = shlex.quote(f"{name}.service")
-    return f"rm -f /{UNITS}/{unit}; systemctl stop --no-block {unit}"
+def as_user(uid: int | None, command: str) -> str:
+    """A systemctl command line for the host's systemd or for a user's."""
+    if uid is None:
+        return f"systemctl {command}"
+    who = f"setpriv --reuid={uid} --regid={uid} --clear-groups"
+    return f"{who} env XDG_RUNTIME_DIR=/run/user/{uid} systemctl --user {command}"
+
+
+def start_command(name: str, uid: int | None) -> str:
+    """Start a service whose file is new or another one than before; a shell command."""
+    start = shlex.quote(f"{name}.service")
+    manager = [] if uid is None else [f"systemctl start user@{uid}.service"]
+    return " && ".join([*manager, as_user(uid, "daemon-reload"), as_user(uid, f"start {start}")])
+
+
+def stop_command(name: str, uid: int | None) -> str:
+    """Have systemd give a service up, without waiting for its processes; a shell command."""
+    stop = as_user(uid, f"stop --no-block {shlex.quote(f'{name}.service')}")
+    return f"rm -f {shlex.quote('/' + unit_file(name, uid))}; {stop}"

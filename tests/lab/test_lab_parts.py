@@ -93,6 +93,22 @@ def test_unit_in_a_container_as_the_proxmox_host_sees_it(lab: Lab) -> None:
     assert not lab.alive(holder["id"])[holder["id"]]
 
 
+@pytest.mark.parametrize("host", SYSTEMD)
+def test_service_of_a_users_own_systemd(lab: Lab, host: str) -> None:
+    holder = lab.hold(host, gpus="0", user_session="alice", restart="always")
+    uid = int(sh(lab, host, "id -u alice"))
+    path = f"/user.slice/user-{uid}.slice/user@{uid}.service/app.slice/vllm.service"
+    assert cgroup(lab, host, holder["pid"]) == path
+    line = sh(lab, host, f"ps -o user=,ppid= -p {holder['pid']}").split()
+    assert line[0] == "alice"
+    assert sh(lab, host, f"ps -o args= -p {line[1]}").strip() == "/lib/systemd/systemd --user"
+    assert len(mapped(lab, host, holder["pid"])) == 3
+    sh(lab, host, f"kill -9 {holder['pid']}")
+    until(lambda: fuser(lab, host, 0) not in ([], [holder["pid"]]))
+    lab.drop(holder["id"])
+    assert not fuser(lab, host, 0)
+
+
 def test_drop_of_a_unit_that_always_restarts_and_cannot_be_killed(lab: Lab) -> None:
     holder = lab.hold("node9", gpus="0", unit="vllm", restart="always", kind="unkillable")
     os.kill(holder["outer_pid"], signal.SIGKILL)

@@ -74,6 +74,7 @@ class Wish:
     slurm: str | None = None  # JOB or JOB.STEP: in a cgroup as Slurm's
     pod: str | None = None  # UID: in a cgroup as a kubelet's
     unit: str | None = None  # it is that systemd service of the host
+    user_session: str | None = None  # the service (default: vllm) is of that user's own systemd
     podman: str | None = None  # it is process 1 of that podman container in the host
     restart: str = "no"  # of the service or the podman container: no or always
     mps_client: bool = False  # it computes through the MPS server of the host
@@ -86,12 +87,14 @@ class Wish:
             raise LabError(f"--respawn does not go with --kind {self.kind}")
         if self.kind == "mps" and (self.mps_client or count > 1):
             raise LabError("--kind mps: one a host, and it is no client")
-        places = [self.cgroup, self.slurm, self.pod, self.unit, self.podman]
+        places = [self.cgroup, self.slurm, self.pod, self.service() or None, self.podman]
         if sum(place is not None for place in places) > 1:
             raise LabError("only one of --cgroup, --slurm, --pod, --unit, --podman")
         if self.restart not in ("no", "always"):
             raise LabError("--restart: no or always")
-        if not (self.unit or self.podman):
+        if self.user_session and self.user:
+            raise LabError("--user-session says who the user is; no --user")
+        if not (self.service() or self.podman):
             if self.restart != "no":
                 raise LabError("--restart goes with --unit or --podman")
             self.place("")
@@ -100,15 +103,21 @@ class Wish:
 
     def check_managed(self, count: int) -> None:
         """Refuse what a systemd service or a podman container cannot be."""
-        name = self.unit or self.podman or ""
+        name = self.service() or self.podman or ""
         if count > 1 or self.kind == "orphan" or self.respawn:
             raise LabError("--unit and --podman: not with --count, --respawn, --kind orphan")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9@_.-]{0,200}", name):
             raise LabError(f"{name!r} cannot be the name of a service or container")
-        if self.unit and name.endswith(".service"):
+        if self.service() and name.endswith(".service"):
             raise LabError(f"--unit {name}: write the name without .service")
+        if self.user_session and self.kind == "mps":
+            raise LabError("--kind mps does not go with --user-session")
         if self.podman and self.kind in ("unkillable", "zombie-parent", "mps"):
             raise LabError(f"--podman does not go with --kind {self.kind}")
+
+    def service(self) -> str:
+        """The name of the systemd service that it is, if it is one."""
+        return self.unit or ("vllm" if self.user_session else "")
 
     def place(self, holder: str) -> str | None:
         """The cgroup that the wish asks for, if it does."""
@@ -140,7 +149,7 @@ class Wish:
             "ignore_term": self.ignore_term,
             "name": title,
             "whole_line": "::" in title or self.kind == "mps",
-            "user": self.user or ("alice" if self.slurm else "root"),
+            "user": self.user_session or self.user or ("alice" if self.slurm else "root"),
             "mps_client": self.mps_client,
             "environment": slurm_environment(self.slurm, indexes) if self.slurm else {},
         }
