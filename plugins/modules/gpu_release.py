@@ -19,74 +19,9 @@ description:
     process is signalled through a handle (pidfd), and only if at that moment it is still the process
     that was seen and still holds a device.
   - A target that cannot be read is V(unknown), and nobody is signalled there.
+extends_documentation_fragment:
+  - gpuops.gpu.batch
 options:
-  targets:
-    description: The machines to free from this host; as for M(gpuops.gpu.gpu_state).
-    type: list
-    elements: dict
-    required: true
-    suboptions:
-      name:
-        description: The name in the result, usually the inventory name.
-        type: str
-        required: true
-      vmid:
-        description: The number of a Proxmox container of this host; V(0) is this host itself.
-        type: int
-        default: 0
-      expected_gpus:
-        description: How many GPUs must be listed; V(0) is as many as there are device nodes.
-        type: int
-        default: 0
-      gpus:
-        description:
-          - The GPUs to free, by index, UUID or PCI address; empty for all. A process on one of these
-            is signalled even if it is on others too.
-        type: list
-        elements: str
-        default: []
-      baseline_mib:
-        description:
-          - MiB that an idle GPU of this target may show as used - one number for all, or a dictionary
-            by index, UUID or PCI address.
-        type: raw
-        default: 0
-      protect:
-        description: Names of processes that must never be signalled. Shell wildcards work.
-        type: list
-        elements: str
-        default: []
-      scope:
-        description:
-          - Whose processes may be touched. V(container) (of O(targets[].vmid)), V(node) (running
-            directly on the node), V(job:ID) (of that Slurm job), V(user:NAME) (of that user, directly
-            on the node), or V(everything), which still spares the protected. Empty is V(container) or
-            V(node), whichever the target is.
-        type: str
-        default: ""
-      plan:
-        description:
-          - Holders (node_pid, start, name, gpus) that alone may be signalled. If another holder in scope
-            is there, nobody is signalled and the result says so in refused.
-        type: list
-        elements: dict
-      mps:
-        description:
-          - V(keep) spares NVIDIA's Multi-Process Service as the protect list says. V(quit) takes it off that
-            list, so that a rung that selects V(mps) can tell it to quit.
-        type: str
-        default: keep
-        choices: [keep, quit]
-      holders_only:
-        description:
-          - The driver tells no memory on this machine (it prints V([N/A])), so holders alone decide. The
-            result says so.
-        type: bool
-        default: false
-      smi_timeout:
-        description: Seconds after which a call of nvidia-smi is abandoned.
-        type: float
-        default: 10.0
   rung:
     description: What to do to whom.
     type: dict
@@ -117,12 +52,6 @@ options:
         description: Seconds to wait at most for the GPUs to read zero.
         type: float
         required: true
-  earlier:
-    description:
-      - For each target the actions of this run so far, to recognise a holder that is restarted each
-        time it is ended, and in check mode what would be ended already. The roles fill it in.
-    type: dict
-    default: {}
 attributes:
   check_mode:
     support: full
@@ -131,14 +60,10 @@ attributes:
     support: full
     description: Shows the holders before and after.
 notes:
-  - Needs root on the host it acts on.
-  - In a play, the action plugin of the same name sends the code over standard input. It also knows
-    O(ignore:after), the registered result of the step before, whose settled hosts it leaves out, and
-    O(ignore:take), out of which a host takes its own result.
+  - The action plugin also knows O(ignore:after), the registered result of the step before, whose settled
+    hosts it leaves out.
 seealso:
   - module: gpuops.gpu.gpu_state
-author:
-  - the gpuops authors
 """
 
 EXAMPLES = r"""
