@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,8 +57,13 @@ def descriptors(lab: Lab, host: str, pid: int) -> list[str]:
 
 def leftovers(name: str) -> list[str]:
     """What of a lab is still there: cgroups, files, mounts, processes."""
-    found = [str(path) for path in cgroup2_mount().rglob(f"*{name}*")]
-    found += [str(path) for path in Path("/run").rglob(f"*{name}*")]
+    found = [
+        f"{place}/{entry}"
+        for top in (cgroup2_mount(), Path("/run"))
+        for place, directories, files in os.walk(top)  # unlike rglob it bears what vanishes
+        for entry in (*directories, *files)
+        if name in entry
+    ]
     found += [m for m in Path("/proc/self/mountinfo").read_text().splitlines() if name in m]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

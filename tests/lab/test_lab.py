@@ -275,8 +275,8 @@ def test_a_container_process_can_escape_its_cgroup(lab: Lab) -> None:
 def test_release_takes_its_time(lab: Lab) -> None:
     holder = lab.hold("node1", gpus="0")
     started = time.monotonic()
-    sh(lab, "node1", f"kill -9 {holder['pid']}")
-    assert used(lab, "node1")[0] == 76115  # one reading right after a kill proves nothing
+    after = sh(lab, "node1", f"kill -9 {holder['pid']}; {USED}").split()
+    assert after[0] == "76115"  # one reading right after a kill proves nothing
     until(lambda: not any(used(lab, "node1")))
     assert 0.13 < time.monotonic() - started < 1.5
 
@@ -333,7 +333,9 @@ def test_hang_that_can_be_killed(lab: Lab) -> None:
 
 def test_hang_that_cannot_be_killed(lab: Lab) -> None:
     lab.fault("ct129", "smi-hang-d")
-    command = "nvidia-smi >/dev/null 2>&1 & sleep 0.5; kill -9 $!; sleep 0.1; ps -o stat= -p $!"
+    in_d = 'for i in $(seq 50); do grep -q "State:.D" /proc/$!/status && break; sleep 0.1; done'
+    command = f"nvidia-smi >/dev/null 2>&1 & {in_d}; sleep 0.2; kill -9 $!; sleep 0.1; "
+    command += "ps -o stat= -p $!"
     assert sh(lab, "ct129", command).startswith("D")
     lab.heal()
     until(lambda: not sh(lab, "ct129", "pgrep nvidia-smi"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -19,10 +20,15 @@ from tests.lab import Lab, LabError
 from tests.lab.linux import process_state
 from tests.lab.look import descriptors, fuser, mapped, no_leftovers, sh, until, used
 from tests.lab.node import which_missing
+from tests.lab.systemd import INIT
 
+MISSING = [*which_missing(), *(name for name in ("podman", "runc") if not shutil.which(name))]
 pytestmark = [
     pytest.mark.lab,
-    pytest.mark.skipif(os.geteuid() != 0 or bool(which_missing()), reason="needs root and LXC"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or bool(MISSING) or not Path(INIT).exists(),
+        reason="needs root, LXC, systemd, podman, runc",
+    ),
 ]
 NAME = f"test-parts-{os.getpid()}"
 SYSTEMD = ("ct131", "node9")
