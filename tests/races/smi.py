@@ -6,6 +6,9 @@ A GPU has 1000 MiB in use for each process that has it open and is no monitor; t
 processes is those. Memory is free the instant its holder is gone, and so is the PID.
 """
 
+# ruff: noqa: PTH116, PTH123, PTH208
+# It is started many times a second, and pathlib takes as long to import as Python takes to start.
+
 import os
 import sys
 
@@ -38,19 +41,19 @@ def held():
 
 def main(argv):
     """The three questions of gpuops."""
-    uuids = ["GPU-00000000-0000-0000-0000-%012d" % gpu for gpu in range(GPUS)]
+    uuids = [f"GPU-00000000-0000-0000-0000-{gpu:012}" for gpu in range(GPUS)]
     if argv == ["-q"]:
         for gpu, uuid in enumerate(uuids):
-            print("    GPU UUID : %s\n    Minor Number : %d" % (uuid, gpu))
+            print(f"    GPU UUID : {uuid}\n    Minor Number : {gpu}")
     elif argv[0].startswith("--query-compute-apps"):
         for gpu, pid in held():
-            print("%s, %d, 1000, python3" % (uuids[gpu], pid))
+            print(f"{uuids[gpu]}, {pid}, 1000, python3")
     else:
         pairs = held()
         for gpu, uuid in enumerate(uuids):
             used = 1000 * sum(1 for each, _ in pairs if each == gpu)
-            row = (gpu, uuid, "00000000:%02X:00.0" % (gpu + 1), used)
-            print("%d, %s, %s, %d, 99999, 0, 0, 30, P0, 580.1, GPU of the race" % row)
+            bus = f"00000000:{gpu + 1:02X}:00.0"
+            print(f"{gpu}, {uuid}, {bus}, {used}, 99999, 0, 0, 30, P0, 580.1, GPU of the race")
 
 
 main(sys.argv[1:])
