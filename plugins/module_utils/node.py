@@ -20,6 +20,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     nvidia_smi,
     owners,
     signals,
+    turns,
     verdict,
 )
 
@@ -228,6 +229,8 @@ class Work:
         target.inside = node.in_container and not target.vmid
         self.session = session
         self.earlier = earlier
+        # No look may be older than this.
+        self.began = node.began
         self.readings: list[nvidia_smi.Reading] = []
         self.view = verdict.View()
         self.scan: holders.Scan | None = None
@@ -304,11 +307,10 @@ class Work:
 
     def state(self) -> dict[str, Any]:
         """Look and read, and take the second reading too if it can prove something."""
-        began = self.node.began
-        self.node.look(began, self.target.holders_only)  # while nvidia-smi answers
+        self.node.look(self.began, self.target.holders_only)  # while nvidia-smi answers
         self.count_nodes()
         self.read()
-        self.look(began)
+        self.look(self.began)
         if self.all_zero():
             self.read()
         return self.result()
@@ -364,43 +366,74 @@ class Work:
             }
         return result
 
-    def release(self, rung: dict[str, Any], check: bool) -> dict[str, Any]:
-        """Climb one rung: choose, signal, and wait until clean or until waiting is pointless.
+    def release(self, rung: dict[str, Any]) -> dict[str, Any]:
+        """Climb one rung, when no other run is at work on this target.
 
         :param rung: ``name``, ``select``, ``signal`` and ``wait`` (seconds).
-        :param check: only say who would be signalled.
         """
+        turn = turns.Turn(self.target.vmid)
+        try:
+            waited = turn.take(float(rung["wait"]) + self.target.smi_timeout)
+            if waited is None:
+                return self.result(verdict.busy(self.target))
+            if waited > 0:
+                # What was asked before the turn may be about a world that is gone.
+                while self.session.pending:
+                    self.session.gpus()
+                self.session.ask(*nvidia_smi.FIRST_QUESTIONS)
+                self.began = time.monotonic()
+            return self.climb(rung, turn)
+        finally:
+            turn.end()
+
+    def climb(self, rung: dict[str, Any], turn: turns.Turn) -> dict[str, Any]:
+        """Choose, signal, and wait until clean or until waiting is pointless."""
         result = self.state()
         if result["verdict"] != verdict.HELD:
             return result
-        done = {each["node_pid"] for each in self.earlier} if check else set()
-        left = [holder for holder in self.concerned() if holder.pid not in done]
-        chosen = [holder for holder in self.choose(rung["select"]) if holder in left]
-        if check:
-            self.actions = [action(holder, rung, "would be sent") for holder in chosen]
-            settled = len(chosen) == len(left)
-            plan = [verdict.plan_entry(holder) for holder in self.concerned()]
-            return dict(
-                result, actions=self.actions, changed=bool(chosen), settled=settled, plan=plan
-            )
         if self.returned(RESTARTS):
             return dict(result, settled=True)
-        strangers = self.strangers(left)
+        strangers = self.strangers()
         if strangers and not self.earlier:
             named = "; ".join(verdict.short(each) for each in strangers[:3])
             refused = "not in the plan, or changed since: %s; make a new plan" % named
             return dict(result, settled=True, refused=refused)
-        chosen = [holder for holder in chosen if holder not in strangers]
+        chosen = [
+            holder
+            for holder in self.choose(rung["select"])
+            if holder not in strangers and not turn.was_told(holder, rung["signal"])
+        ]
         if not chosen:
             return result
         watch = RESTART_WATCH if any(supervised(each, chosen) for each in chosen) else 0.0
-        self.wait(self.signal_all(chosen, rung), rung, watch)
+        grips = self.signal_all(chosen, rung)
+        turn.remember(self.actions)
+        self.wait(grips, rung, watch)
+        turn.remember([])
         return dict(self.result(), before=result["gpus"])
 
-    def strangers(self, there: list[holders.Holder]) -> list[holders.Holder]:
+    def plan(self, rung: dict[str, Any]) -> dict[str, Any]:
+        """Whom this rung would signal, if those that the rungs before would have ended are gone."""
+        result = self.state()
+        if result["verdict"] != verdict.HELD:
+            return result
+        done = {each["node_pid"] for each in self.earlier}
+        left = [holder for holder in self.concerned() if holder.pid not in done]
+        chosen = [holder for holder in self.choose(rung["select"]) if holder in left]
+        return dict(
+            result,
+            actions=[action(holder, rung, "would be sent") for holder in chosen],
+            changed=bool(chosen),
+            settled=len(chosen) == len(left),
+            plan=[verdict.plan_entry(holder) for holder in self.concerned()],
+        )
+
+    def strangers(self) -> list[holders.Holder]:
         """Those that the plan, if there is one, does not know as they are now."""
         plan = self.target.plan
-        return [each for each in there if plan is not None and verdict.plan_entry(each) not in plan]
+        if plan is None:
+            return []
+        return [each for each in self.concerned() if verdict.plan_entry(each) not in plan]
 
     def choose(self, select: str) -> list[holders.Holder]:
         """The holders that a rung is about, out of those in scope and not protected."""
@@ -629,7 +662,9 @@ def _serve(
     try:
         if request["verb"] == "state":
             return work.state()
-        return work.release(request["rung"], bool(request["check"]))
+        if request["check"]:
+            return work.plan(request["rung"])
+        return work.release(request["rung"])
     except Exception as error:  # One target's failure must not take the others' answers along.
         reason = "internal error: %s: %s" % (type(error).__name__, error)
         return work.result(verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug"))

@@ -302,6 +302,15 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
     )
 
 
+def busy(target: Target) -> Verdict:
+    """Another run acts on the target, and did not get done in time."""
+    return Verdict(
+        UNKNOWN,
+        "another run of gpuops is at work on %s and does not get done" % target.place,
+        "wait for it, or end it, and try again",
+    )
+
+
 def restarted(holder: holders.Holder, by: str) -> Verdict:
     """What was ended has come back: what starts it has to be stopped instead."""
     return Verdict(

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent.parent / "module_utils"
 PACKAGE = "ansible_collections.gpuops.gpu.plugins.module_utils"
 # In the order in which they import each other.
 READERS = ("deadline", "owners", "nvidia_smi")
-REST = ("holders", "signals", "verdict", "node")
+REST = ("holders", "signals", "turns", "verdict", "node")
 SENTINEL = "gpuops-answer "
 
 # -I and -S: no environment, no site-packages: faster, and nothing there can get in the way.
