@@ -16,3 +16,10 @@ def readable(handle: int, seconds: float) -> bool:
     poller = select.poll()
     poller.register(handle, select.POLLIN)
     return bool(poller.poll(max(0.0, seconds) * 1000))
+
+
+def is_broken(handle: int) -> bool:
+    """Has the other end of this pipe or socket gone away? Never true of a file or a terminal."""
+    poller = select.poll()
+    poller.register(handle, 0)
+    return bool(poller.poll(0))

@@ -373,7 +373,7 @@ def describe(holder: Holder) -> bool:
     if fields is None:
         return False
     holder.state, holder.ppid, holder.start = fields[0], int(fields[1]), int(fields[19])
-    holder.name = _read(holder.pid, "comm").strip()
+    holder.name = _printable(_read(holder.pid, "comm").rstrip("\n"))
     for line in _read(holder.pid, "status").splitlines():
         key, _, value = line.partition(":")
         if key == "Uid":
@@ -390,8 +390,13 @@ def describe(holder: Holder) -> bool:
         tasks = _live_tasks(str(holder.pid))
         texts = (_read(holder.pid, "task/%s/cmdline" % task) for task in tasks)
         words = next((text for text in texts if text), "").split("\0")
-        holder.command = " ".join(words).strip()[:300]
+        holder.command = _printable(" ".join(words).strip()[:300])
     return True
+
+
+def _printable(text: str) -> str:
+    """Any process can be called anything; what is no letter of some script becomes a ``?``."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _read(pid: int, name: str) -> str:

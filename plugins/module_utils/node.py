@@ -16,6 +16,7 @@ import threading
 import time
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    deadline,
     holders,
     nvidia_smi,
     owners,
@@ -28,6 +29,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing takes a quarter as long to import as Python takes to start
     from collections.abc import Callable
     from typing import Any
+
+STDOUT = 1
 
 # The answer is the rest of the line after this word; whatever else reaches stdout is noise.
 SENTINEL = "gpuops-answer "
@@ -330,7 +333,7 @@ class Work:
         judged = verdict.judge(self.target, self.readings, self.view, self.nodes)
         returned = self.returned(1)
         if judged.word == verdict.HELD and returned:
-            return verdict.restarted(returned[0], supervisor(returned[0]))
+            return verdict.restarted(returned[0], *supervisor(returned[0]))
         return judged
 
     def returned(self, times: int) -> list[holders.Holder]:
@@ -406,6 +409,7 @@ class Work:
         if not chosen:
             return result
         watch = RESTART_WATCH if any(supervised(each, chosen) for each in chosen) else 0.0
+        end_if_nobody_listens()
         grips = self.signal_all(chosen, rung)
         turn.remember(self.actions)
         self.wait(grips, rung, watch)
@@ -488,6 +492,7 @@ class Work:
         while self.session.pending:
             self.read()  # asked before the signal, so it proves nothing
         while True:
+            end_if_nobody_listens()
             self.session.ask("gpus")
             alive = [grip for grip in grips if not grip.ended()]
             if zeros and not alive and not looked:
@@ -592,25 +597,46 @@ def restarts(holder: holders.Holder, earlier: list[dict[str, Any]]) -> int:
 
 def supervised(holder: holders.Holder, chosen: list[holders.Holder]) -> bool:
     """May somebody restart it: a service manager, a container runtime, a parent that lives on?"""
-    if holder.owner.kind == "unit" or (holder.owner.fenced and holder.owner.kind != "lxc"):
+    nearest = owners.innermost(holder.cgroup or "")
+    if nearest is not None and nearest.fenced and nearest.kind != "lxc":
         return True
-    parent = holders.Holder(holder.ppid)
-    if holder.ppid in {each.pid for each in chosen} or not holders.describe(parent):
+    if holder.ppid in {each.pid for each in chosen}:
         return False
-    # Orphans are handed to PID 1 of their namespace, which starts nothing by itself.
-    return parent.ns_pid != 1 and parent.state != "Z"
+    parent = living_parent(holder)
+    if parent is None:
+        return False
+    # Orphans are handed to PID 1 of their namespace. A plain one starts nothing, systemd may.
+    is_service = nearest is not None and nearest.kind in ("unit", "user unit")
+    return parent.ns_pid != 1 or (is_service and parent.name == "systemd")
 
 
-def supervisor(holder: holders.Holder) -> str:
+def supervisor(holder: holders.Holder) -> tuple[str, str]:
     """Who starts it, and how to make that stop."""
-    if holder.owner.kind == "unit":
-        return "systemd; run systemctl stop %s" % holder.owner.id
-    if holder.owner.kind in ("docker", "podman"):
-        return "%s; run %s stop %s" % (holder.owner, holder.owner.kind, holder.owner.id[:12])
+    nearest = owners.innermost(holder.cgroup or "")
+    if nearest is not None and nearest.kind in ("docker", "podman"):
+        name = nearest.id[:12]
+        return "%s %s" % (nearest.kind, name), "run %s stop %s first" % (nearest.kind, name)
+    parent = living_parent(holder)
+    if parent is not None and parent.ns_pid != 1 and parent.name != "systemd":
+        command = parent.command[:100]
+        return "%s (%s): %s" % (parent.name, verdict.pids(parent), command), "stop that first"
+    if nearest is not None and nearest.kind == "unit":
+        return "systemd", "run systemctl stop %s first" % nearest.id
+    if nearest is not None and nearest.kind == "user unit":
+        return "systemd", "run systemctl --user stop %s first" % nearest.id
+    return "a supervisor that is not its parent", "find and stop that first"
+
+
+def end_if_nobody_listens() -> None:
+    """End at once when the controller is gone: what it began, its next run looks at anew."""
+    if deadline.is_broken(STDOUT):
+        os._exit(1)
+
+
+def living_parent(holder: holders.Holder) -> holders.Holder | None:
+    """Its parent as it is now, if it is still there."""
     parent = holders.Holder(holder.ppid)
-    if holder.ppid <= 1 or not holders.describe(parent):
-        return "a supervisor that is not its parent"
-    return "%s (%s): %s" % (parent.name, verdict.pids(parent), parent.command)
+    return parent if holders.describe(parent) and parent.state != "Z" else None
 
 
 def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> dict[str, Any]:

@@ -59,11 +59,14 @@ while read -r question argument; do
     apps) nvidia-smi --query-compute-apps={apps} --format=csv,noheader,nounits ;;
     minors) nvidia-smi -q ;;
     nodes) ls /dev ;;
-    mps) echo quit -t {grace} | CUDA_MPS_PIPE_DIRECTORY=$argument nvidia-cuda-mps-control ;;
+    mps) echo quit -t {grace} | CUDA_MPS_PIPE_DIRECTORY=$argument \\
+      timeout -s KILL {mps_limit} nvidia-cuda-mps-control ;;
   esac </dev/null 2>&1
   echo "MARK$?"
 done
-""".format(gpus=",".join(GPU_FIELDS), apps=",".join(APP_FIELDS), grace=MPS_GRACE)
+""".format(
+    gpus=",".join(GPU_FIELDS), apps=",".join(APP_FIELDS), grace=MPS_GRACE, mps_limit=MPS_GRACE + 3
+)
 
 # No answer is longer, not even with a thousand processes; more is a tool gone mad.
 MOST_BYTES = 4 << 20
@@ -382,6 +385,9 @@ class Session:
             text, code = self.answer()
         except SmiError as error:
             return str(error)
+        # 124 and 137 are timeout's: a daemon that hangs must not take the reader with it.
+        if code in (124, 137):
+            return "MPS did not answer"
         return "sent" if code == 0 else first_line(text) or "exit code %d" % code
 
     def gpus(self) -> Reading:

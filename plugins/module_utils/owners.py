@@ -37,14 +37,18 @@ _PATTERNS = [
         re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*([^/]+\.(?:service|scope))(?:/|$)"),
     ),
     ("user", re.compile(r"(?:^|/)user-(\d+)\.slice(?:/|$)")),
+    (
+        "user unit",
+        re.compile(r"(?:^|/)app\.slice/(?:[^/]+\.slice/)*([^/]+\.(?:service|scope))(?:/|$)"),
+    ),
 ]
 
 
 class Owner:
     """Who a process belongs to.
 
-    ``kind`` is one of lxc, pod, docker, podman, containerd, slurm, pidns, unit, user, host or
-    unknown; ``id`` names it within the kind; ``evidence`` is the line that proves it;
+    ``kind`` is one of lxc, pod, docker, podman, containerd, slurm, pidns, unit, user unit, user,
+    host or unknown; ``id`` names it within the kind; ``evidence`` is the line that proves it;
     ``by_namespace`` says that only the PID namespace does, the cgroup having been left.
     """
 
@@ -84,6 +88,18 @@ def owner_from_cgroup(text: str) -> Owner | None:
             place = (kind not in FENCES, match.start(), rank)
             if best is None or place < best:
                 best, found = place, Owner(kind, match.group(1), "cgroup %s" % path)
+    return found
+
+
+def innermost(text: str) -> Owner | None:
+    """The owner nearest to the process: who would restart it, whoever it belongs to in the end."""
+    best: tuple[int, int] | None = None
+    found: Owner | None = None
+    for path in cgroup_paths(text):
+        for rank, (kind, pattern) in enumerate(_PATTERNS):
+            match = pattern.search(path)
+            if match and (best is None or (match.start(1), -rank) > best):
+                best, found = (match.start(1), -rank), Owner(kind, match.group(1), "cgroup " + path)
     return found
 
 

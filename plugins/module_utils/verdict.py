@@ -311,13 +311,10 @@ def busy(target: Target) -> Verdict:
     )
 
 
-def restarted(holder: holders.Holder, by: str) -> Verdict:
+def restarted(holder: holders.Holder, by: str, remedy: str) -> Verdict:
     """What was ended has come back: what starts it has to be stopped instead."""
-    return Verdict(
-        HELD,
-        "%s came back after it was ended, started by %s" % (short(holder), by),
-        "stop that first",
-    )
+    reason = "%s came back after it was ended, started by %s" % (short(holder), by)
+    return Verdict(HELD, reason, remedy)
 
 
 def memory_sentence(gpus: list[nvidia_smi.Gpu]) -> str:

@@ -317,3 +317,32 @@ def test_a_container_without_processes_has_no_namespace(
         (tmp_path / "cgroup.procs").write_text(members)
     monkeypatch.setattr(owners, "container_cgroup", lambda vmid: str(tmp_path))
     assert owners.container_namespace(129) is None
+
+
+HEX = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "ident"),
+    [
+        ("/lxc/131/ns/system.slice/vllm.service", "unit", "vllm.service"),
+        (f"/lxc/129/ns/libpod_parent/libpod-{HEX}", "podman", HEX),
+        (f"/system.slice/docker-{HEX}.scope", "docker", HEX),
+        (f"/lxc/129/ns/system.slice/docker-{HEX}.scope", "docker", HEX),
+        ("/lxc/129/ns", "lxc", "129"),
+        (
+            "/user.slice/user-1001.slice/user@1001.service/app.slice/vllm.service",
+            "user unit",
+            "vllm.service",
+        ),
+        ("/user.slice/user-0.slice/session-1.scope", "user", "0"),
+    ],
+)
+def test_who_would_restart_it_is_the_innermost(path: str, kind: str, ident: str) -> None:
+    found = owners.innermost(f"0::{path}\n")
+    assert found is not None
+    assert (found.kind, found.id) == (kind, ident)
+
+
+def test_a_process_of_the_root_group_has_nobody_nearest() -> None:
+    assert owners.innermost("0::/\n") is None

@@ -1,0 +1,33 @@
+"""Whether there is something to read, and whether anybody still listens."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import deadline
+
+
+def test_waiting_ends_with_data_or_at_the_deadline() -> None:
+    read, write = os.pipe()
+    began = time.monotonic()
+    assert not deadline.readable(read, 0.05)
+    assert time.monotonic() - began >= 0.05
+    os.write(write, b"x")
+    assert deadline.readable(read, 5)
+    os.close(write)
+    os.close(read)
+
+
+def test_a_pipe_whose_reader_is_gone_is_broken() -> None:
+    read, write = os.pipe()
+    assert not deadline.is_broken(write)
+    os.close(read)
+    assert deadline.is_broken(write)
+    os.close(write)
+
+
+def test_a_file_is_never_broken(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as file:
+        assert not deadline.is_broken(file.fileno())
