@@ -5,14 +5,37 @@ Units are part of the field names or stated beside them. Everywhere, ``None`` me
 read"; it is never a stand-in for zero.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gpuops._version import __version__
+from gpuops.errors import NotCleanError, ReportError
 
 SCHEMA = "gpuops.report/1"
 
-Verdict = Literal["clean", "held", "blocked", "unkillable", "unknown", "unreachable"]
+Verdict = Literal["clean", "held", "blocked", "unkillable", "unknown", "unreachable", "refused"]
+
+EXIT_CODES: dict[Verdict, int] = {
+    "clean": 0,
+    "held": 10,
+    "blocked": 11,
+    "unkillable": 12,
+    "unknown": 13,
+    "unreachable": 14,
+    "refused": 2,
+}
+"""The exit code for each verdict, from the best to the worst; the worst host's is the run's."""
+
+SEVERITY: tuple[Verdict, ...] = tuple(EXIT_CODES)
+
+SIGNALLED = ("sent", "would be sent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +62,14 @@ class Gpu:
     """Core temperature, degrees Celsius."""
     pstate: str | None
     """Performance state, ``P0`` (fastest) to ``P15``."""
+    bus_id: str = ""
+    """PCI address."""
+    driver: str | None = None
+    """Version of the driver."""
+    verdict: Verdict | None = None
+    """The verdict on this GPU alone; ``None`` where none was made (as before the first rung)."""
+    unattributed_mib: int | None = None
+    """MiB in use that the driver ascribes to no process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +94,21 @@ class Process:
     """Whose it is: ``container 129``, ``pod …``, ``job …``, ``unit …`` or ``node``."""
     owner_evidence: str
     """What showed the owner, such as the cgroup path."""
+    name: str = ""
+    """The kernel's name for it, 15 characters at most."""
     gpus: tuple[int, ...] = ()
     """Minor numbers of the GPUs it holds."""
     evidence: tuple[str, ...] = ()
-    """What showed that it holds them: descriptor, mapping, the driver's list."""
+    """What showed that it holds them, such as ``gpu4: descriptor`` or ``gpu4: driver list``."""
+    used_mib: dict[str, int | None] = field(default_factory=dict)
+    """MiB in use by minor number, as far as the driver tells it."""
+
+    def __str__(self) -> str:
+        """``python3 (pid 4, 16 on the node) on /dev/nvidia0,1``."""
+        node = "" if self.pid == self.node_pid else f", {self.node_pid} on the node"
+        where = ",".join(map(str, self.gpus))
+        held = f"/dev/nvidia{where}" if where else "the driver's control nodes"
+        return f"{self.name or self.command or '?'} (pid {self.pid}{node}) on {held}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +117,16 @@ class Action:
 
     process: Process
     signal: str
-    """Name of the signal: ``TERM`` or ``KILL``."""
+    """Name of the signal: ``TERM``, ``INT`` or ``KILL``."""
     rung: str
     """Name of the rung that sent it."""
     result: str
-    """What became of the process: ``exited``, ``survived``, ``gone before``, ``would signal``."""
+    """What came of it: ``sent``, ``gone`` (ended before), ``let go`` (held nothing any more),
+    ``not permitted``, or in check mode ``would be sent``."""
+
+    def __str__(self) -> str:
+        """``kill: KILL sent: python3 (pid 4) on /dev/nvidia0``."""
+        return f"{self.rung}: {self.signal} {self.result}: {self.process}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +144,15 @@ class Rung:
 
     name: str
     seconds: float
-    """How long it took, its waiting included, seconds."""
+    """How long it took where it ran, its waiting included, seconds."""
     verdict: Verdict
     """The host's verdict when the rung ended."""
+    signalled: int = 0
+    """How many processes it signalled, or in check mode would have."""
+    zero: float | None = None
+    """Seconds from the first signal to the first reading of zero; ``None`` if there was none."""
+    second_zero: float | None = None
+    """Seconds from the first signal to the second reading of zero in a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,21 +163,39 @@ class Host:
     """Its name in the inventory."""
     verdict: Verdict
     changed: bool
-    """Whether anything was signalled."""
+    """Whether anything was signalled, or in check mode would have been."""
     route: str
     """Where the run acted for it, such as ``pve1 for container 129``."""
     reason: str = ""
-    """Why the verdict is what it is, in one sentence; empty when clean."""
+    """Why the verdict is what it is, in one sentence."""
     remedy: str = ""
     """What an operator can do about it; empty when clean."""
     before: tuple[Gpu, ...] = ()
     """The first reading."""
     after: tuple[Gpu, ...] = ()
     """The last reading."""
+    holders: tuple[Process, ...] = ()
+    """Who in scope held GPUs at the last look."""
     killed: tuple[Action, ...] = ()
+    """Every attempt to signal somebody, in order; ``result`` says what came of it."""
     spared: tuple[Spared, ...] = ()
     rungs: tuple[Rung, ...] = ()
-    """The rungs that ran, in order."""
+    """The rungs that had somebody to signal, in order."""
+    scope: str = ""
+    """Whose processes could be touched."""
+    problems: tuple[str, ...] = ()
+    """What could not be read although it did not stand in the way."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds: ``total`` from the first to the last event, ``node`` of work on the acting host,
+    ``scan`` of the last look at all processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A host that the run was told of and that takes no part itself."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +209,11 @@ class Totals:
     unkillable: int
     unknown: int
     unreachable: int
+    refused: int = 0
+    skipped: int = 0
+    """Hosts that take no part themselves."""
     killed: int
-    """Processes signalled, over all hosts."""
+    """Processes signalled, over all hosts; in check mode those that would have been."""
     spared: int
     """Holders left alive on purpose, over all hosts."""
 
@@ -148,13 +222,227 @@ class Totals:
 class Report:
     """One run over one or many hosts."""
 
-    hosts: tuple[Host, ...]
-    totals: Totals
     schema: str = SCHEMA
     version: str = __version__
     """Version of gpuops that wrote the report."""
+    verb: str = ""
+    """What was asked for: ``status``, ``plan``, ``reset`` or ``verify``."""
+    check: bool = False
+    """Whether it was a run that only says what it would do."""
+    limit: str = ""
+    """The hosts that were asked for, in Ansible's words."""
+    started: str = ""
+    """When it began, ISO 8601 in UTC."""
+    seconds: float = 0.0
+    """How long it took."""
+    ended: str = ""
+    """Why it ended early: ``interrupted`` or ``timed out after … s``; empty if it did not."""
+    totals: Totals
+    hosts: tuple[Host, ...]
+    skipped: tuple[Skipped, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What Ansible warned of."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of the tools on this side: ``ansible-core``, ``ansible-runner``, ``python``."""
 
     @property
     def clean(self) -> bool:
         """Whether every host was proved clean. A run over no host has proved nothing."""
-        return bool(self.hosts) and all(host.verdict == "clean" for host in self.hosts)
+        return bool(self.hosts) and not self.ended and self.verdict == "clean"
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all hosts' verdicts; ``unknown`` if there is no host."""
+        return worst(host.verdict for host in self.hosts)
+
+    @property
+    def exit_code(self) -> int:
+        """What the command ends with: 0 for clean, else the worst host's."""
+        if self.ended == "interrupted":
+            return 130
+        return EXIT_CODES["unknown" if self.ended and self.verdict == "clean" else self.verdict]
+
+    def raise_for_verdict(self) -> None:
+        """Do nothing if every host was proved clean.
+
+        :raises NotCleanError: else, with the worst host's reason and remedy.
+        """
+        if self.clean:
+            return
+        bad = self.not_clean()
+        if self.hosts and not bad:
+            raise NotCleanError(self, f"the run {self.ended}", "run it again, with more time")
+        if not bad:
+            raise NotCleanError(self, "no host was looked at", "name some that are GPU machines")
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        first = bad[0]
+        what = f"{first.name} is {first.verdict}{more}: {first.reason or self.ended}"
+        raise NotCleanError(self, what, first.remedy or "run it again")
+
+    def not_clean(self) -> list[Host]:
+        """The hosts that were not proved clean, the worst first."""
+        bad = [host for host in self.hosts if host.verdict != "clean"]
+        return sorted(bad, key=lambda host: (-SEVERITY.index(host.verdict), host.name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """As one JSON document; with ``indent=None`` on one line."""
+        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Report:
+        """Read what :meth:`to_json` wrote.
+
+        :raises ReportError: it is no report, or one of another schema.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ReportError(
+                f"this is no JSON ({error})", "give a file of --output json"
+            ) from error
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Report:
+        """Read what :meth:`to_dict` gave. Fields that this version does not know are left out.
+
+        :raises ReportError: it is no report, or one of another schema.
+        """
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise ReportError(
+                f"the schema is {json.dumps(schema)} and not {SCHEMA}",
+                "give a file of --output json of this version",
+            )
+        report: Report = _decode(cls, data, "report")
+        return report
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The worst of these; ``unknown`` if there is none."""
+    return max(verdicts, key=SEVERITY.index, default="unknown")
+
+
+def totals(hosts: Iterable[Host], skipped: int = 0) -> Totals:
+    """Count what these hosts say."""
+    hosts = list(hosts)
+    count = Counter(host.verdict for host in hosts)
+    return Totals(
+        hosts=len(hosts),
+        clean=count["clean"],
+        held=count["held"],
+        blocked=count["blocked"],
+        unkillable=count["unkillable"],
+        unknown=count["unknown"],
+        unreachable=count["unreachable"],
+        refused=count["refused"],
+        skipped=skipped,
+        killed=sum(len(signalled(host)) for host in hosts),
+        spared=sum(len(host.spared) for host in hosts),
+    )
+
+
+def signalled(host: Host) -> list[Process]:
+    """Each process of the host that was, or in check mode would be, signalled; each once."""
+    found = {
+        (action.process.node_pid, action.process.start): action.process
+        for action in host.killed
+        if action.result in SIGNALLED
+    }
+    return list(found.values())
+
+
+# --- reading and describing, from the types alone ---
+
+# `X | None` is one of these, depending on what X is.
+OPTIONAL = (UnionType, Union)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """A value of this type from plain data; anything else is an error that says where."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in OPTIONAL:
+        return None if value is None else _decode(args[0], value, where)
+    if origin is Literal:
+        if value in args:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_decode(args[0], each, f"{where}[{n}]") for n, each in enumerate(value))
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {str(k): _decode(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    elif isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
+        if isinstance(value, dict):
+            return _decode_record(kind, value, where)
+    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    shown = json.dumps(value, default=str)[:60]
+    raise ReportError(f"{where} is {shown}, which it cannot be", "see gpuops report --schema")
+
+
+def _decode_record(kind: type, value: dict[str, Any], where: str) -> Any:
+    hints = _hints(kind)
+    known = {
+        name: _decode(hints[name], value[name], f"{where}.{name}") for name in hints & value.keys()
+    }
+    try:
+        return kind(**known)
+    except TypeError as error:
+        missing = sorted(set(hints) - set(value))
+        raise ReportError(
+            f"{where} lacks some of {', '.join(missing)}", "see gpuops report --schema"
+        ) from error
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (2020-12) of a report, made from these types."""
+    parts: dict[str, Any] = {}
+    top = _describe(Report, parts)
+    top_part = parts.pop(top["$ref"].rpartition("/")[2])
+    top_part["properties"]["schema"] = {"const": SCHEMA}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": SCHEMA,
+        **top_part,
+        "required": [each.name for each in fields(Report)],
+        "$defs": parts,
+    }
+
+
+PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean"}
+
+
+def _describe(kind: Any, parts: dict[str, Any]) -> dict[str, Any]:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in OPTIONAL:
+        return {"anyOf": [_describe(args[0], parts), {"type": "null"}]}
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin is tuple:
+        return {"type": "array", "items": _describe(args[0], parts)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _describe(args[1], parts)}
+    if kind in PLAIN:
+        return {"type": PLAIN[kind]}
+    if kind.__name__ not in parts:
+        parts[kind.__name__] = {}
+        hints = _hints(kind)
+        parts[kind.__name__] = {
+            "type": "object",
+            "description": (kind.__doc__ or "").partition("\n")[0],
+            "properties": {name: _describe(hint, parts) for name, hint in hints.items()},
+            "required": list(hints),
+        }
+    return {"$ref": f"#/$defs/{kind.__name__}"}

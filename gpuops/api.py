@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What programs call: one function a verb, each a run of one playbook that gives a report.
+
+All are safe to call from several threads at once, and change nothing that is clean already.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from gpuops import runner
+from gpuops.errors import AnsibleError, Interrupted, UsageError
+from gpuops.events import Collector, Step
+from gpuops.report import Report
+from gpuops.runner import Inventory
+
+Watch = Callable[[Step], None]
+Gpus = str | int | Iterable[str | int]
+
+
+def status(
+    limit: str | Iterable[str],
+    inventory: Inventory | None = None,
+    *,
+    gpus: Gpus | None = None,
+    scope: str | None = None,
+    timeout: float | None = None,
+    variables: Mapping[str, Any] | None = None,
+    watch: Watch | None = None,
+    verbosity: int = 0,
+    output: Callable[[str], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> Report:
+    """Who holds which GPU? Changes nothing.
+
+    :param limit: hosts or groups of the inventory, as after ``-l``.
+    :param inventory: files or folders; without it, what Ansible's configuration says.
+    :param gpus: only these, by index, UUID or PCI address.
+    :param scope: whose processes count as the host's own: ``job:ID``, ``user:NAME`` or
+        ``everything``.
+    :param timeout: seconds after which the run is ended; hosts without an answer are ``unknown``.
+    :param variables: further variables of the collection's roles. They are no place for secrets.
+    :param watch: is called with each :class:`~gpuops.events.Step` as it happens, in this thread.
+    :param verbosity: Ansible's ``-v``; its words go to ``output``.
+    :param cancel: ends the run when it is set.
+
+    :raises UsageError: what is asked for cannot be.
+    :raises AnsibleError: Ansible ended without a result.
+    :raises Interrupted: Ctrl-C or ``cancel``; holds the report so far.
+    """
+    asked = _variables(variables, gpus=gpus, scope=scope)
+    return _run(
+        "status",
+        "gpu_status",
+        limit,
+        inventory,
+        asked,
+        False,
+        timeout,
+        watch,
+        verbosity,
+        output,
+        cancel,
+    )
+
+
+def plan(
+    limit: str | Iterable[str],
+    inventory: Inventory | None = None,
+    *,
+    gpus: Gpus | None = None,
+    scope: str | None = None,
+    profile: str | None = None,
+    write: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+    variables: Mapping[str, Any] | None = None,
+    watch: Watch | None = None,
+    verbosity: int = 0,
+    output: Callable[[str], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> Report:
+    """Whom would :func:`reset` signal? Signals nobody.
+
+    :param write: a file to write the plan to, for ``plan`` of :func:`reset`.
+
+    The other parameters and the exceptions are those of :func:`status` and :func:`reset`.
+    """
+    asked = _variables(variables, gpus=gpus, scope=scope, profile=profile)
+    if write is not None:
+        asked["gpuops_plan"] = os.path.abspath(write)  # noqa: PTH100
+    return _run(
+        "plan",
+        "plan_gpus",
+        limit,
+        inventory,
+        asked,
+        True,
+        timeout,
+        watch,
+        verbosity,
+        output,
+        cancel,
+    )
+
+
+def reset(
+    limit: str | Iterable[str],
+    inventory: Inventory | None = None,
+    *,
+    gpus: Gpus | None = None,
+    scope: str | None = None,
+    profile: str | None = None,
+    plan: str | os.PathLike[str] | None = None,
+    check: bool = False,
+    timeout: float | None = None,
+    variables: Mapping[str, Any] | None = None,
+    watch: Watch | None = None,
+    verbosity: int = 0,
+    output: Callable[[str], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> Report:
+    """From whatever state the GPUs are in to a proved clean slate.
+
+    :param profile: which rungs are climbed: ``gentle`` (the default) or ``now``.
+    :param plan: a file of :func:`plan`: nobody is signalled who is not in it.
+    :param check: only say whom it would signal.
+
+    The other parameters and the exceptions are those of :func:`status`.
+    """
+    asked = _variables(variables, gpus=gpus, scope=scope, profile=profile)
+    if plan is not None:
+        asked["gpuops_plan"] = os.path.abspath(plan)  # noqa: PTH100
+    return _run(
+        "reset",
+        "reset_gpus",
+        limit,
+        inventory,
+        asked,
+        check,
+        timeout,
+        watch,
+        verbosity,
+        output,
+        cancel,
+    )
+
+
+def verify(
+    limit: str | Iterable[str],
+    inventory: Inventory | None = None,
+    *,
+    gpus: Gpus | None = None,
+    scope: str | None = None,
+    timeout: float | None = None,
+    variables: Mapping[str, Any] | None = None,
+    watch: Watch | None = None,
+    verbosity: int = 0,
+    output: Callable[[str], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> Report:
+    """Wait until the GPUs are proved clean, or say why they are not. Changes nothing.
+
+    The parameters and the exceptions are those of :func:`status`.
+    """
+    asked = _variables(variables, gpus=gpus, scope=scope)
+    return _run(
+        "verify",
+        "verify_gpus",
+        limit,
+        inventory,
+        asked,
+        False,
+        timeout,
+        watch,
+        verbosity,
+        output,
+        cancel,
+    )
+
+
+def _variables(
+    more: Mapping[str, Any] | None,
+    gpus: Gpus | None = None,
+    scope: str | None = None,
+    profile: str | None = None,
+) -> dict[str, Any]:
+    """The collection's variables for what was asked; it checks them itself."""
+    asked = dict(more or {})
+    if gpus is not None:
+        words = gpus if isinstance(gpus, str) else str(gpus) if isinstance(gpus, int) else None
+        asked["gpuops_gpus"] = words if words is not None else [str(gpu) for gpu in gpus]  # type: ignore[union-attr]
+    if scope is not None:
+        asked["gpuops_scope"] = scope
+    if profile is not None:
+        asked["gpuops_profile"] = profile
+    return asked
+
+
+def _run(
+    verb: str,
+    playbook: str,
+    limit: str | Iterable[str],
+    inventory: Inventory | None,
+    variables: dict[str, Any],
+    check: bool,
+    timeout: float | None,
+    watch: Watch | None,
+    verbosity: int,
+    output: Callable[[str], None] | None,
+    cancel: threading.Event | None,
+) -> Report:
+    hosts = limit if isinstance(limit, str) else ",".join(limit)
+    if not hosts.strip():
+        raise UsageError(
+            "no hosts were named", "name hosts or groups of the inventory, as in -l ct129"
+        )
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"the timeout is {timeout}", "give a number of seconds above zero")
+    collector = Collector(verb, check, watch)
+    began, started = time.monotonic(), datetime.now(UTC)
+
+    def take(event: Mapping[str, Any]) -> None:
+        if output is not None and event.get("stdout"):
+            output(str(event["stdout"]).replace("\r\n", "\n"))
+        collector.take(event)
+
+    def report(ended: str = "") -> Report:
+        return collector.report(
+            limit=hosts,
+            started=started.isoformat(timespec="milliseconds"),
+            seconds=time.monotonic() - began,
+            ended=ended,
+            versions=runner.versions(),
+        )
+
+    try:
+        runner.run(
+            playbook,
+            take,
+            limit=hosts,
+            inventory=inventory,
+            variables=variables,
+            check=check and verb == "reset",
+            verbosity=verbosity,
+            timeout=timeout,
+            cancel=cancel,
+        )
+    except KeyboardInterrupt as error:
+        raise Interrupted(report("interrupted")) from error
+    except runner.Ended as error:
+        if error.why == "interrupted":
+            raise Interrupted(report(error.why)) from error
+        return report(error.why)
+    except AnsibleError:
+        # It may fail in its last words, when everything has been said.
+        if collector.stats is None:
+            raise
+    if collector.stats is None or not collector.hosts:
+        raise AnsibleError(
+            _last_words(collector.text),
+            "correct the inventory, or what was given after -l; -v shows all that Ansible says",
+        )
+    return report()
+
+
+def _last_words(said: list[str]) -> str:
+    """What Ansible itself says of why there is no result: its errors, else all of it."""
+    errors = [text for text in said if text.startswith("[ERROR]") or "ERROR!" in text]
+    text = " ".join(errors or said).replace("[ERROR]: ", "")
+    return f"Ansible ended without a result: {text[:600] or 'it said nothing'}"

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Runs one playbook of the collection through ansible-runner, and hands on its events.
+
+ansible-runner works in a thread of its own, which only puts events into a queue: whoever takes
+them out may be as slow as they like, and Ctrl-C reaches the caller at once. What ansible-runner
+would write down of the environment goes nowhere, and its folder is gone when the run is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import queue
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpuops.errors import AnsibleError, UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+COLLECTION = "gpuops.gpu"
+
+# Seconds between looks at whether the run was cancelled.
+POLL = 0.2
+# Seconds that Ansible gets to end by itself before it is killed.
+PATIENCE = 5.0
+
+# For those who have no configuration of Ansible at all; the ansible.cfg of the checkout says why.
+DEFAULTS = {
+    "ANSIBLE_FORKS": "50",
+    "ANSIBLE_PIPELINING": "True",
+    "ANSIBLE_PYTHON_INTERPRETER": "/usr/bin/python3",
+    "ANSIBLE_SSH_ARGS": "-C -o ControlMaster=auto -o ControlPersist=300s "
+    "-o ServerAliveInterval=15 -o ServerAliveCountMax=3 -o ConnectTimeout=10",
+    "ANSIBLE_SSH_RETRIES": "1",
+}
+
+Inventory = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class Ended(Exception):
+    """The run was ended before it was through; ``why`` goes into the report."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+def run(
+    playbook: str,
+    take: Callable[[Mapping[str, Any]], None],
+    *,
+    limit: str = "",
+    inventory: Inventory | None = None,
+    variables: Mapping[str, Any] | None = None,
+    check: bool = False,
+    verbosity: int = 0,
+    timeout: float | None = None,
+    cancel: threading.Event | None = None,
+) -> None:
+    """Run a playbook to its end, and give each event to ``take``.
+
+    :param playbook: its name in the collection, such as ``reset_gpus``.
+    :param timeout: seconds after which the run is ended.
+    :param cancel: ends the run when it is set.
+
+    :raises Ended: it was cancelled or took too long.
+    :raises AnsibleError: Ansible could not be run.
+    :raises KeyboardInterrupt: Ctrl-C, after Ansible has been ended.
+    """
+    folder = tempfile.mkdtemp(prefix="gpuops-")
+    try:
+        config = _configure(folder, playbook, limit, inventory, variables, check, verbosity)
+        with _swallow(Path(config.artifact_dir, "command")):
+            _Job(config, take).run(timeout, cancel)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def inventory_sources(inventory: Inventory | None) -> list[str]:
+    """What to give to Ansible's ``-i``, files as absolute paths.
+
+    Without one: what Ansible's own configuration says, else ``inventory/hosts.yml`` where we are.
+
+    :raises UsageError: a file that is not there.
+    """
+    if inventory is None:
+        local = Path("inventory/hosts.yml")
+        if os.environ.get("ANSIBLE_INVENTORY") or _configured() or not local.exists():
+            return []
+        return [str(local.absolute())]
+    given = [inventory] if isinstance(inventory, str | os.PathLike) else list(inventory)
+    sources = []
+    for each in (os.fspath(source) for source in given):
+        if "," in each:
+            sources.append(each)
+        elif Path(each).exists():
+            sources.append(str(Path(each).absolute()))
+        else:
+            raise UsageError(
+                f"the inventory {each} is not there",
+                "name one with -i, or write one with gpuops init",
+            )
+    return sources
+
+
+def _configured() -> bool:
+    """Is there a configuration of Ansible?"""
+    places: list[str | Path] = [
+        "ansible.cfg",
+        Path.home() / ".ansible.cfg",
+        "/etc/ansible/ansible.cfg",
+    ]
+    return bool(os.environ.get("ANSIBLE_CONFIG")) or any(Path(each).exists() for each in places)
+
+
+def versions() -> dict[str, str]:
+    """Of what a run is made with."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("ansible-core", "ansible-runner"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def environment() -> dict[str, str]:
+    """What Ansible needs beside the environment as it is."""
+    added = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0", "PYTHONUNBUFFERED": "1"}
+    if not _configured():
+        added |= {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+    if (ROOT / "collections").is_dir():  # a checkout, installed or not
+        others = os.environ.get(
+            "ANSIBLE_COLLECTIONS_PATH", "~/.ansible/collections:/usr/share/ansible/collections"
+        )
+        added["ANSIBLE_COLLECTIONS_PATH"] = f"{ROOT / 'collections'}:{others}"
+    return added
+
+
+def program(name: str) -> list[str]:
+    """How to start one of Ansible's programs: the one that is installed beside us, if there is."""
+    beside = Path(sys.executable).parent / name
+    if beside.exists():
+        return [str(beside)]
+    found = shutil.which(name)
+    if not found:
+        raise AnsibleError(f"there is no {name} here", "install ansible-core beside gpuops")
+    return [found]
+
+
+def _configure(
+    folder: str,
+    playbook: str,
+    limit: str,
+    inventory: Inventory | None,
+    variables: Mapping[str, Any] | None,
+    check: bool,
+    verbosity: int,
+) -> Any:
+    from ansible_runner.config.runner import RunnerConfig
+
+    config = RunnerConfig(
+        private_data_dir=folder,
+        project_dir=str(Path.cwd()),  # where Ansible is started, so that it finds what it would
+        playbook=f"{COLLECTION}.{playbook}",
+        inventory=inventory_sources(inventory) or None,
+        limit=limit or None,
+        extravars=dict(variables or {}),
+        cmdline="--check" if check else None,
+        verbosity=verbosity,
+        envvars=environment(),
+        quiet=True,
+        suppress_env_files=True,
+    )
+    config.prepare()
+    # Given as settings these would be lost, since there is no file of settings to add them to.
+    config.suppress_output_file = True
+    config.pexpect_timeout = POLL
+    # ansible-runner would switch host keys off for those who have not said anything of them.
+    if "ANSIBLE_HOST_KEY_CHECKING" not in os.environ:
+        config.env.pop("ANSIBLE_HOST_KEY_CHECKING", None)
+    config.command[:1] = program("ansible-playbook")
+    return config
+
+
+@contextlib.contextmanager
+def _swallow(path: Path) -> Iterator[None]:
+    """Be the reader of a pipe in place of a file.
+
+    ansible-runner writes its whole environment, with whatever secrets are in it, to this file.
+    """
+    os.mkfifo(path, 0o600)
+
+    def read() -> None:
+        with path.open("rb") as pipe:
+            while pipe.read(1 << 16):
+                pass
+
+    reader = threading.Thread(target=read, name="gpuops-pipe", daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        # If nobody wrote, the reader still waits for somebody to open it.
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        reader.join(PATIENCE)
+
+
+class _Job:
+    """One run of ansible-runner in its thread, and how to end it."""
+
+    def __init__(self, config: Any, take: Callable[[Mapping[str, Any]], None]) -> None:
+        self.config = config
+        self.take = take
+        self.queue: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self.kill = threading.Event()
+        self.error: BaseException | None = None
+        self.pid = 0
+
+    def run(self, timeout: float | None, cancel: threading.Event | None) -> None:
+        thread = threading.Thread(target=self._work, name="gpuops-run", daemon=True)
+        deadline = time.monotonic() + timeout if timeout else float("inf")
+        thread.start()
+        try:
+            while True:
+                try:
+                    event = self.queue.get(timeout=POLL)
+                except queue.Empty:
+                    event = {}
+                if event is None:
+                    break
+                self._pass_on(event)
+                if cancel is not None and cancel.is_set():
+                    raise Ended("interrupted")
+                if time.monotonic() > deadline:
+                    raise Ended(f"timed out after {timeout:g} s")
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            thread.join(PATIENCE)
+        if self.error is not None:
+            raise AnsibleError(
+                f"ansible-runner failed: {type(self.error).__name__}: {self.error}",
+                "see whether ansible-playbook works here",
+            ) from self.error
+
+    def _work(self) -> None:
+        from ansible_runner.runner import Runner
+
+        try:
+            Runner(self.config, event_handler=self._handle, cancel_callback=self.kill.is_set).run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.queue.put(None)
+
+    def _handle(self, event: dict[str, Any]) -> bool:
+        """Microseconds: a slow one would make ansible-runner lose its child."""
+        self.queue.put(event)
+        return False  # so that no file is written for it
+
+    def _pass_on(self, event: Mapping[str, Any]) -> None:
+        if event:
+            self.pid = int(event.get("pid") or self.pid)
+            self.take(event)
+
+    def _end(self) -> None:
+        """Ctrl-C for Ansible, which then ends its workers; death if it does not listen."""
+        if self.pid:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGINT)
+        else:
+            self.kill.set()
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until + PATIENCE:
+            if time.monotonic() > until:
+                self.kill.set()
+            with contextlib.suppress(queue.Empty):
+                event = self.queue.get(timeout=POLL)
+                if event is None:
+                    return
+                with contextlib.suppress(Exception):  # the first error is the one that counts
+                    self._pass_on(event)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The API: what it refuses, and on the lab: several at once, asyncio, secrets, Ctrl-C, time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpuops
+from gpuops import AnsibleError, UsageError, runner
+from tests.lab import Lab
+
+SECRET = "hunter2-a-word-that-is-nowhere-else"
+SITES = """
+all:
+  hosts:
+    node1: {ansible_connection: local}
+"""
+
+
+@pytest.fixture
+def inventory(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts.yml"
+    path.write_text(SITES)
+    return path
+
+
+# --- without a lab: what cannot be, and where things are looked for ---
+
+
+def test_nothing_is_run_without_hosts(inventory: Path) -> None:
+    with pytest.raises(UsageError, match="no hosts were named"):
+        gpuops.reset(" ", inventory)
+    with pytest.raises(UsageError, match="no hosts were named"):
+        gpuops.status([], inventory)
+
+
+def test_an_inventory_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="gpuops init"):
+        gpuops.status("all", "nowhere.yml")
+
+
+def test_a_timeout_of_nothing(inventory: Path) -> None:
+    with pytest.raises(UsageError, match="above zero"):
+        gpuops.status("all", inventory, timeout=0)
+
+
+def test_ansibles_own_words_when_there_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    broken = tmp_path / "hosts.yml"
+    broken.write_text("all: [")
+    with pytest.raises(AnsibleError) as caught:
+        gpuops.verify("all", broken)
+    assert "hosts" in caught.value.text and "\n" not in caught.value.text
+    assert not list((tmp_path / "tmp").glob("gpuops-*"))
+
+
+def test_inventories_become_absolute(inventory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(inventory.parent)
+    assert runner.inventory_sources("hosts.yml") == [str(inventory)]
+    assert runner.inventory_sources([inventory, "a,b"]) == [str(inventory), "a,b"]
+
+
+def test_without_an_inventory_the_usual_place_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ANSIBLE_INVENTORY", raising=False)
+    monkeypatch.delenv("ANSIBLE_CONFIG", raising=False)
+    assert runner.inventory_sources(None) == []
+    (tmp_path / "inventory").mkdir()
+    (tmp_path / "inventory/hosts.yml").write_text(SITES)
+    assert runner.inventory_sources(None) == [str(tmp_path / "inventory/hosts.yml")]
+    (tmp_path / "ansible.cfg").write_text("[defaults]\ninventory = other\n")
+    assert runner.inventory_sources(None) == []
+
+
+def test_our_defaults_yield_to_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ANSIBLE_CONFIG", raising=False)
+    assert runner.environment()["ANSIBLE_FORKS"] == "50"
+    (tmp_path / "ansible.cfg").write_text("")
+    assert "ANSIBLE_FORKS" not in runner.environment()
+
+
+# --- on the lab ---
+
+
+def script(lab: Lab, text: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program in the lab's network; its output and exit code."""
+    argv = [sys.executable, "-c", textwrap.dedent(text)]
+    done = lab.run(argv, capture_output=True, text=True, timeout=120, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.lab
+def test_three_runs_at_once_in_one_process_and_nothing_is_left(lab: Lab, tmp_path: Path) -> None:
+    server = lab.hold("ct129", gpus="0-7", mib=76115)
+    done = script(
+        lab,
+        """
+        import concurrent.futures, json, gpuops
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            runs = [pool.submit(gpuops.reset, "ct129", profile="now"),
+                    pool.submit(gpuops.status, ["node1", "node2"]),
+                    pool.submit(gpuops.verify, "ct131")]
+            print(json.dumps([run.result().to_dict() for run in runs]))
+        again = gpuops.reset("ct129")
+        again.raise_for_verdict()
+        assert not again.hosts[0].changed
+        """,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    reset, status, verify = json.loads(done.stdout)
+    assert [host["verdict"] for run in (reset, status, verify) for host in run["hosts"]] == [
+        "clean"
+    ] * 4
+    assert [each["process"]["pid"] for each in reset["hosts"][0]["killed"]] == [server["pid"]]
+    assert [gpu["used_mib"] for gpu in reset["hosts"][0]["before"]] == [76115] * 8
+    assert [gpu["used_mib"] for gpu in reset["hosts"][0]["after"]] == [0] * 8
+    assert status["hosts"][0]["route"] == "node1"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.lab
+def test_no_secret_of_the_environment_reaches_a_file(lab: Lab, tmp_path: Path) -> None:
+    """Every file of the private folder is read while the run goes on, and after each event."""
+    done = script(
+        lab,
+        """
+        import os, pathlib, stat, sys, threading, gpuops
+        seen, found, stop = set(), [], threading.Event()
+        secret = os.environ["THE_SECRET"].encode()
+        def look():
+            while not stop.is_set():
+                for path in pathlib.Path(os.environ["TMPDIR"]).rglob("*"):
+                    try:
+                        if not stat.S_ISREG(path.lstat().st_mode):
+                            continue
+                        text = path.read_bytes()
+                    except OSError:
+                        continue
+                    seen.add(path.name.rpartition("-")[2])
+                    if secret in text:
+                        found.append(str(path))
+        threads = [threading.Thread(target=look) for _ in range(1)]
+        [thread.start() for thread in threads]
+        report = gpuops.status("node1")
+        stop.set()
+        assert report.clean, report
+        assert seen, "nothing was looked at"
+        assert not found, found
+        """,
+        env={**os.environ, "TMPDIR": str(tmp_path), "THE_SECRET": SECRET},
+    )
+    assert SECRET not in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.lab
+def test_asyncio_runs_side_by_side_and_a_cancelled_one_is_over(lab: Lab, tmp_path: Path) -> None:
+    lab.hold("ct129", gpus="0", ignore_term=True)
+    script(
+        lab,
+        """
+        import asyncio, os, time, gpuops
+        async def main():
+            one, two = await asyncio.gather(
+                gpuops.aio.status("node1"), gpuops.aio.status("ct131"))
+            assert one.clean and two.clean
+            task = asyncio.create_task(gpuops.aio.reset("ct129"))
+            await asyncio.sleep(2.5)
+            task.cancel()
+            began = time.monotonic()
+            try:
+                await task
+            except asyncio.CancelledError:
+                print("cancelled")
+            assert time.monotonic() - began < 8
+            assert not os.listdir(os.environ["TMPDIR"])
+            try:
+                await gpuops.aio.status("nobody-of-this-name")
+            except gpuops.AnsibleError:
+                print("an error is an error")
+        asyncio.run(main())
+        """,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+
+
+@pytest.mark.lab
+def test_a_run_that_takes_too_long_is_ended_and_says_so(lab: Lab) -> None:
+    lab.fault("ct129", "smi-hang", "")
+    script(
+        lab,
+        """
+        import time, gpuops
+        began = time.monotonic()
+        report = gpuops.status("ct129", timeout=3)
+        assert time.monotonic() - began < 12
+        assert report.ended == "timed out after 3 s", report
+        assert [(h.name, h.verdict) for h in report.hosts] == [("ct129", "unknown")]
+        assert not report.clean and report.exit_code == 13
+        """,
+    )
+
+
+@pytest.mark.lab
+def test_ctrl_c_gives_the_report_so_far_and_leaves_nothing(lab: Lab, tmp_path: Path) -> None:
+    lab.hold("ct129", gpus="0", ignore_term=True)
+    text = """
+        import os, sys, gpuops
+        print(os.getpid(), flush=True)
+        def watch(step):
+            print(step.phase, flush=True)
+        try:
+            gpuops.reset("ct129,node1", watch=watch)
+        except gpuops.Interrupted as error:
+            print([(h.name, h.verdict) for h in error.report.hosts], error.report.exit_code)
+            sys.exit(130)
+    """
+    run = lab.popen(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert run.stdout is not None
+    pid = int(run.stdout.readline())
+    for line in run.stdout:
+        if line == "terminate\n":
+            break
+    time.sleep(0.5)
+    os.kill(pid, signal.SIGINT)
+    rest = run.stdout.read()
+    assert run.wait(30) == 130, rest
+    assert "('ct129', 'unknown')" in rest and "130" in rest
+    assert not list(tmp_path.iterdir())

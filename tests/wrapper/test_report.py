@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The report as a document: whatever is in it comes back, and its schema describes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import is_dataclass, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpuops import NotCleanError, Report, ReportError, json_schema
+from gpuops.report import EXIT_CODES, OPTIONAL, SCHEMA, SEVERITY, Host, Verdict, totals
+from tests.wrapper.conftest import RECORDED, Replay
+
+VALIDATOR = jsonschema.Draft202012Validator(json_schema())
+
+
+def anything(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of a type of the report, small: what matters is each field, not their number."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in OPTIONAL:
+        return st.none() | anything(args[0])
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin is tuple:
+        return st.lists(anything(args[0]), max_size=1).map(tuple)
+    if origin is dict:
+        return st.dictionaries(st.text(max_size=3), anything(args[1]), max_size=1)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return st.builds(kind, **{name: anything(hint) for name, hint in hints.items()})
+    if kind is float:
+        return st.floats(allow_nan=False, allow_infinity=False)
+    if kind is str:
+        return st.text(max_size=3)
+    return st.booleans() if kind is bool else st.integers()
+
+
+REPORTS = anything(Report).map(lambda report: replace(report, schema=SCHEMA))
+
+
+def plain(name: str, verdict: Verdict) -> Host:
+    return Host(name=name, verdict=verdict, changed=False, route=name, reason="why", remedy="do")
+
+
+def of(*verdicts: Verdict, ended: str = "") -> Report:
+    hosts = tuple(plain(f"h{n}", verdict) for n, verdict in enumerate(verdicts))
+    return Report(hosts=hosts, totals=totals(hosts), ended=ended)
+
+
+@settings(max_examples=1000, suppress_health_check=list(HealthCheck))
+@given(REPORTS)
+def test_a_thousand_reports_come_back_as_they_were(report: Report) -> None:
+    text = report.to_json(indent=None)
+    assert "\n" not in text
+    assert Report.from_json(text) == report
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(REPORTS)
+def test_the_schema_accepts_every_report(report: Report) -> None:
+    VALIDATOR.validate(json.loads(report.to_json()))
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_real_reports_come_back_and_are_valid(replay: Replay, name: str) -> None:
+    report = replay(name)
+    VALIDATOR.validate(json.loads(report.to_json()))
+    assert Report.from_json(report.to_json()) == report
+    assert Report.from_json(report.to_json().encode()) == report
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    assert json_schema()["properties"]["schema"] == {"const": "gpuops.report/1"}
+
+
+def broken(replay: Replay, change: Any) -> str:
+    data = json.loads(replay("reset-held").to_json())
+    change(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda data: data.update(schema="gpuops.report/2"), "gpuops.report/2"),
+        (lambda data: data.pop("schema"), "null"),
+        (lambda data: data["hosts"][0].update(verdict="fine"), "report.hosts[0].verdict"),
+        (lambda data: data["hosts"][0]["after"][1].update(used_mib="0"), "after[1].used_mib"),
+        (lambda data: data["hosts"][0].update(changed=1), "changed"),
+        (lambda data: data.update(totals=None), "report.totals"),
+        (lambda data: data["hosts"][0].pop("verdict"), "lacks some of"),
+        (lambda data: data["hosts"].append([]), "report.hosts[2]"),
+    ],
+)
+def test_what_is_no_report_is_refused_and_says_where(
+    replay: Replay, change: Any, says: str
+) -> None:
+    with pytest.raises(ReportError, match=says.replace("[", r"\[").replace("]", r"\]")):
+        Report.from_json(broken(replay, change))
+    if "lacks" not in says:
+        assert not VALIDATOR.is_valid(json.loads(broken(replay, change)))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "1", "null", '"x"'])
+def test_what_is_no_document_is_refused(text: str) -> None:
+    with pytest.raises(ReportError):
+        Report.from_json(text)
+
+
+def test_a_field_of_a_later_version_is_left_out(replay: Replay) -> None:
+    text = broken(replay, lambda data: data["hosts"][0].update(moon="full"))
+    assert Report.from_json(text) == replay("reset-held")
+
+
+# --- verdict, exit code, raising ---
+
+
+def test_every_verdict_has_its_exit_code() -> None:
+    assert set(EXIT_CODES) == set(get_args(Verdict))
+    assert [of(verdict).exit_code for verdict in SEVERITY] == [0, 10, 11, 12, 13, 14, 2]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        (("clean", "clean"), 0),
+        (("clean", "held", "clean"), 10),
+        (("held", "blocked"), 11),
+        (("unreachable", "unknown", "unkillable"), 14),
+        (("refused", "unreachable"), 2),
+        ((), 13),
+    ],
+)
+def test_the_worst_host_wins(verdicts: tuple[Verdict, ...], code: int) -> None:
+    assert of(*verdicts).exit_code == code
+    assert of(*verdicts).clean is (code == 0)
+
+
+def test_what_ended_early_is_never_clean() -> None:
+    assert not of("clean", ended="interrupted").clean
+    assert of("clean", ended="interrupted").exit_code == 130
+    assert not of("clean", ended="timed out after 5 s").clean
+    assert of("clean", ended="timed out after 5 s").exit_code == 13
+
+
+def test_raise_for_verdict_names_the_worst() -> None:
+    of("clean").raise_for_verdict()
+    with pytest.raises(NotCleanError, match=r"h2 is unknown \(and 1 more\): why; do") as caught:
+        of("held", "clean", "unknown").raise_for_verdict()
+    assert caught.value.report.totals.held == 1
+    with pytest.raises(NotCleanError, match="no host"):
+        of().raise_for_verdict()
+    with pytest.raises(NotCleanError, match="timed out"):
+        of("clean", ended="timed out after 5 s").raise_for_verdict()
