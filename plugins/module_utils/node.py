@@ -104,12 +104,8 @@ class Node:
                 self.session.ask("apps")
                 self._add_driver_list(found)
             for pid, holder in list(found.holders.items()):
-                if not holders.describe(holder) or self._is_own(holder):
+                if not self.identify(holder) or self._is_own(holder):
                     del found.holders[pid]
-                    continue
-                holder.owner = owners.owner_of(
-                    holder.cgroup, holder.namespaces, self.own_namespaces
-                )
             self._scan = found
             return found
 
@@ -135,6 +131,13 @@ class Node:
                 holder.used_mib[minor] = app.used_mib
         return complete
 
+    def identify(self, holder: holders.Holder) -> bool:
+        """Find out who this is, and whose; False if it is gone."""
+        if not holders.describe(holder):
+            return False
+        holder.owner = owners.owner_of(holder.cgroup, holder.namespaces, self.own_namespaces)
+        return True
+
     def _is_own(self, holder: holders.Holder) -> bool:
         """A reader that we started: nvidia-smi itself opens the devices."""
         return os.getpid() in holders.family(holder.pid)[1:]
@@ -143,9 +146,9 @@ class Node:
         """Sort the holders by what may be done to them on behalf of this target."""
         view = verdict.View()
         view.unreadable = found.unreadable
-        home = owners.container_namespace(target.vmid) if target.vmid else self.own_namespaces[0]
+        home = self.home(target)
         for holder in found.holders.values():
-            why = self._why_not(target, holder, home)
+            why = self.why_not(target, holder, home)
             if not why:
                 view.mine.append(holder)
                 continue
@@ -154,8 +157,15 @@ class Node:
                 view.protected.add(holder.pid)
         return view
 
-    def _why_not(self, target: verdict.Target, holder: holders.Holder, home: int | None) -> str:
-        """Why this holder must not be touched for this target, or ``""`` if it may be."""
+    def home(self, target: verdict.Target) -> int | None:
+        """The PID namespace of the target, ``None`` for a container that does not run."""
+        return owners.container_namespace(target.vmid) if target.vmid else self.own_namespaces[0]
+
+    def why_not(self, target: verdict.Target, holder: holders.Holder, home: int | None) -> str:
+        """Why this holder must not be touched for this target, or ``""`` if it may be.
+
+        :param home: as :meth:`home` says it.
+        """
         if holder.pid in self.own_family:
             return "protected: gpuops itself or what it runs under"
         if holder.pid == 1 or (holder.ns_pid == 1 and holder.namespaces[:1] == [home]):
@@ -450,15 +460,28 @@ class Work:
         return [holder for holder in self.view.mine if not self.target.gpus or holder.gpus & asked]
 
     def signal_all(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
-        """Signal each of these that is still itself and still holds a device."""
+        """Signal each of these that is still itself, still in scope, and still holds a device.
+
+        All is read again while the handles are open: a number may have passed to another process
+        in the middle of the look, which then mixed the evidence of one with the name of the other.
+        """
         if rung["signal"] == "quit":
             return self.quit_mps(chosen, rung)
         grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
         still = holders.scan(self.node.devices, deep=True, pids=[grip.pid for grip in grips])
         sent = []
+        home = self.node.home(self.target)
         self.first_signal = time.monotonic()
         for holder, grip in zip(chosen, grips):
-            outcome = grip.send(rung["signal"]) if grip.pid in still.holders else "let go"
+            now = still.holders.get(grip.pid)
+            if now is None:
+                outcome = "let go"
+            elif not self.node.identify(now) or now.start != holder.start:
+                outcome = "gone"
+            elif self.node.why_not(self.target, now, home):
+                outcome = "changed"
+            else:
+                outcome = grip.send(rung["signal"])
             self.actions.append(action(holder, rung, outcome))
             if outcome == "sent":
                 sent.append(grip)
