@@ -35,7 +35,9 @@ def table(scenarios: list[Scenario]) -> str:
 def row(each: Scenario) -> tuple[str, ...]:
     """One scenario's cells."""
     link = f"[{each.name}](../tests/scenarios/{each.name}.yml)"
-    text = each.title + (f" ({each.seen})" if each.seen else "") + f"<br>`{each.typed.strip()}`"
+    before = [event["type"] for event in each.given if "type" in event]
+    typed = "".join(f"<br>`{command.strip()}`" for command in [*before, each.typed])
+    text = each.title + (f" ({each.seen})" if each.seen else "") + typed
     outcomes = [each.then] + ([each.again] if each.again else [])
     return (
         link,

@@ -30,6 +30,16 @@ from tests.scenarios.scenario import Outcome, Scenario
 ROOT = Path(__file__).resolve().parents[2]
 CALLBACKS = Path(__file__).parent / "callback"
 LONGEST_RUN = 120  # seconds
+LONGEST_SILENCE = 10  # seconds from SIGKILL until who outlives it is reported
+LADDER = ("mps", "terminate", "kill", "targeted", "fuser", "host")
+# systemd keeps what sshd says in its journal; it is read from outside as a file, as of the others.
+SSHD_LOG_UNIT = """\
+mkdir -p /etc/systemd/system/ssh.service.d
+printf '[Service]\\nExecStart=\\nExecStart=/usr/sbin/sshd -D -E /run/sshd.log\\n' \\
+    >/etc/systemd/system/ssh.service.d/log.conf
+systemctl daemon-reload
+systemctl restart ssh
+"""
 LONGEST_REFUSAL = 600  # characters
 
 
@@ -165,10 +175,12 @@ class World:
     def log_sessions(self, name: str) -> None:
         """Let a machine's sshd write down every command that it is asked to execute."""
         log = self.sshd_log(name)
-        script = "echo LogLevel VERBOSE >>/etc/ssh/sshd_config; kill -HUP $(cat /run/sshd.pid)"
+        script = "echo LogLevel VERBOSE >>/etc/ssh/sshd_config\n"
+        unit = self.lab.has_systemd(name)
+        script += SSHD_LOG_UNIT if unit else "kill -HUP $(cat /run/sshd.pid)"
         self.lab.inside(name, ["sh", "-c", script], check=True)
         until = time.monotonic() + 10
-        while log.read_text().count("Server listening") < 3:
+        while not log.exists() or log.read_text().count("Server listening") < (1 if unit else 3):
             assert time.monotonic() < until, f"sshd of {name} did not restart"
             time.sleep(0.01)
 
@@ -239,7 +251,7 @@ class World:
     def start_plain(self, name: str, title: str) -> int:
         """A process of that title which holds no GPU; its number outside."""
         container = self.lab.plan().container(name)
-        place = self.lab.ssh_cgroup(name)
+        place = self.lab.entry_cgroup(name)
         if not container:
             place = self.lab.paths.host_cgroup(name) / "user.slice/user-0.slice/session-1.scope"
         place.mkdir(parents=True, exist_ok=True)
@@ -354,7 +366,8 @@ class World:
             respawn = options.get("respawn", 0)
             options["respawn"] = -1 if respawn is True else respawn
             held = self.lab.hold_many(host, options.pop("count", 1), **options)
-            self.held[label] = [dict(holder, respawn=options["respawn"]) for holder in held]
+            again = options["respawn"] != 0 or options.get("restart") == "always"
+            self.held[label] = [dict(holder, respawn=again) for holder in held]
         elif verb == "fault":
             self.lab.fault(what["where"], what["kind"], str(what.get("value", "")))
             # Files were moved away; a container that is stopped cannot be given them back.
@@ -379,6 +392,18 @@ class World:
                 f"echo '{what['name']}:x:1007:1007::{home}:/bin/bash' >>/etc/passwd"
             )
             self.lab.inside(what["host"], ["sh", "-c", script], check=True)
+        elif verb == "freeze":
+            for helper in self.helpers(self.held[what][0]):
+                os.kill(helper["pid"], signal.SIGSTOP)
+        elif verb == "type":
+            run = self.type(what)
+            assert run.code == 0, f"{what} (exit {run.code})\n{run.output}"
+            assert not run.actions("sent"), f"{what} signalled somebody"
+        elif verb == "alter":
+            file = Path(self.apart(what["file"]))
+            text = file.read_text()
+            assert what["from"] in text, f"{what['from']} is not in {text}"
+            file.write_text(text.replace(what["from"], what["to"]))
         elif verb == "plain":
             pid = self.start_plain(what["host"], what["name"])
             self.plain[what["as"]] = Process(what["as"], pid, linux.start_time(pid))
@@ -392,9 +417,17 @@ class World:
     def end(self, holder: dict[str, Any]) -> None:
         """End a holder that may have ended already."""
         for host in self.lab.status()["hosts"].values():
-            there = {each["id"] for each in host["driver"]["holders"]}
-            if holder["id"] in there | set(host["driver"]["helpers"]):
+            driver = host["driver"]
+            there = {each["id"] for each in driver["holders"]}
+            if holder["id"] in there | set(driver["helpers"]) | set(driver["endings"]):
                 self.lab.drop(holder["id"])
+
+    def helpers(self, holder: dict[str, Any]) -> list[dict[str, Any]]:
+        """The processes that look after a holder, with their numbers outside."""
+        found: list[dict[str, Any]] = []
+        for host in self.lab.status()["hosts"].values():
+            found += host["driver"]["helpers"].get(holder["id"], [])
+        return found
 
     def restore(self) -> None:
         """All is well again, and everybody of the scenario is gone."""
@@ -415,6 +448,10 @@ class World:
 
     # --- the command ---
 
+    def apart(self, text: str) -> str:
+        """The same with its files in a folder of this run of the suite."""
+        return text.replace("/tmp/", f"{self.record.parent}/")
+
     def type(self, typed: str) -> Run:
         """Run a command as an operator types it at the root of the checkout."""
         self.record.unlink(missing_ok=True)
@@ -434,7 +471,7 @@ class World:
         before = self.executions()
         began = time.monotonic()
         ran = self.lab.run(
-            shlex.split(typed),
+            shlex.split(self.apart(typed)),
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -507,6 +544,8 @@ class Check:
             self.expect(f"verdict on {host}", word, run.verdict(host))
         self.signalled()
         self.truth()
+        self.economy()
+        self.in_time()
         self.changes()
         self.one_line()
         for words in outcome.says:
@@ -566,13 +605,33 @@ class Check:
         plan = self.world.lab.plan()
         for machine, text in self.outcome.used_mib.items():
             self.expect(f"MiB in use on {machine}", text, " ".join(map(str, used[machine])))
-        for host, word in self.outcome.verdict.items():
+        for host in self.outcome.verdict:
             name = host.removesuffix("-ssh")
-            if word != "clean" or name not in self.world.machines():
+            if self.run.verdict(host) != "clean" or name not in self.world.machines():
                 continue
             machine = plan.host(name).name
             if machine not in self.outcome.used_mib and any(used[machine]):
                 self.problems.append(f"FALSE CLEAN: {host}: MiB in use: {used[machine]}")
+
+    def economy(self) -> None:
+        """Where all ends clean: two remote executions, and one more for each rung climbed."""
+        if set(self.outcome.verdict.values()) != {"clean"}:
+            return
+        rungs = [action["rung"] for action in self.run.actions("sent")]
+        climbed = 1 + max((LADDER.index(rung) for rung in rungs if rung in LADDER), default=-1)
+        for host, count in self.run.executions.items():
+            most = self.outcome.executions.get(host, 2 + climbed)
+            if count > most:
+                self.problems.append(f"{host}: {count} remote executions for {climbed} rungs")
+
+    def in_time(self) -> None:
+        """Who outlives SIGKILL is reported soon after it."""
+        for event in self.run.verdicts:
+            sent = [each["at"] for each in event["result"].get("actions", [])]
+            if event["result"]["verdict"] == "unkillable" and sent:
+                passed = event["at"] - min(sent) / os.sysconf("SC_CLK_TCK")
+                if passed > LONGEST_SILENCE:
+                    self.problems.append(f"unkillable is said {passed:.1f} s after the signal")
 
     def changes(self) -> None:
         """Ansible's count of changed hosts: those on which somebody was signalled, no others."""
@@ -607,11 +666,10 @@ class Check:
         """Nothing of ours stays on any machine."""
         until = time.monotonic() + 3
         while True:
-            left = [
-                each
-                for each in self.world.ours()
-                if not any(word in each for word in self.outcome.leaves)
-            ]
+            left = self.world.ours()
+            for word, most in self.outcome.leaves.items():
+                allowed = [each for each in left if word in each][:most]
+                left = [each for each in left if each not in allowed]
             if not left or time.monotonic() > until:
                 break
             time.sleep(0.02)

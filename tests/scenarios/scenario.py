@@ -13,9 +13,9 @@ HERE = Path(__file__).parent
 KNOWN_BUGS = HERE / "known_bugs.txt"
 
 VERDICTS = ("clean", "held", "blocked", "unkillable", "unknown", "unreachable", "refused", "absent")
-RUNGS = ("terminate", "kill", "targeted", "fuser", "host", "first", "second")
+RUNGS = ("mps", "terminate", "kill", "targeted", "fuser", "host", "first", "second")
 
-# What can be arranged beforehand, or between the two times; each but `user` is a verb of the lab.
+# What can be arranged beforehand, or between the two times; most are verbs of the lab.
 EVENTS = {
     "hold": "a process that holds GPUs; `as` is its name in this file",
     "fault": "something that is broken",
@@ -26,6 +26,9 @@ EVENTS = {
     "user": "somebody else than root who may log in",
     "plain": "a process that holds no GPU",
     "escape": "a process of this file leaves its container's control group",
+    "freeze": "the process that looks after one of this file (the daemon of MPS) is stopped",
+    "type": "another command, which must go well and signals nobody",
+    "alter": "a file is edited: `file`, `from`, `to`",
 }
 
 
@@ -46,7 +49,7 @@ class Outcome:
     words that are not. ``changed``: hosts counted as changed. ``executions``: by host, remote
     commands at most. ``within``: seconds at most. ``used_mib``: by machine, what the driver has
     in use afterwards on its GPUs (else a clean machine must have none). ``leaves``: processes of
-    ours that may stay behind because nothing can end them.
+    ours that may stay behind because nothing can end them, and how many at most.
     """
 
     exit: int = 0
@@ -61,14 +64,15 @@ class Outcome:
     executions: dict[str, int] = field(default_factory=dict)
     within: float | None = None
     used_mib: dict[str, str] = field(default_factory=dict)
-    leaves: list[str] = field(default_factory=list)
+    leaves: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Scenario:
     """One file: ``title``, ``seen`` (where it comes from), ``lab`` (another shape than the
     usual), ``given``, ``typed``, ``then``, and for the same command typed a second time
-    ``meanwhile`` (what happened between) and ``again``.
+    ``meanwhile`` (what happened between) and ``again``. Files in /tmp that a command names are
+    kept apart for each run of the suite.
     """
 
     name: str

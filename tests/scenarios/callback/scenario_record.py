@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
 from ansible.plugins.callback import CallbackBase
@@ -25,8 +26,9 @@ class CallbackModule(CallbackBase):
     CALLBACK_NAME = "scenario_record"
 
     def _write(self, **event: Any) -> None:
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
         with open(os.environ["SCENARIO_RECORD"], "a", encoding="utf-8") as file:  # noqa: PTH123
-            file.write(json.dumps(event, default=str) + "\n")
+            file.write(json.dumps({"at": now, **event}, default=str) + "\n")
 
     def _host(self, event: str, result: Any, **more: Any) -> None:
         self._write(
