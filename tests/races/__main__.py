@@ -47,7 +47,9 @@ def main() -> int:
         result = pids.race(
             arguments.rounds, seed=arguments.seed, tell=lambda text: say(f"pids: {text}")
         )
-        rows.append(report.of_pids(result))
+        rows.append(report.of_pids("PIDs change hands", result))
+        result = pids.race(part(20), seed=arguments.seed, aimed=True)
+        rows.append(report.of_pids("the same, aimed", result))
     if set(wanted) - {"pids"}:
         with Site(f"races-{os.getpid()}", arguments.seed) as site:
             if "two" in wanted:

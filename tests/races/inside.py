@@ -37,6 +37,7 @@ IDLERS = 6
 MONITOR = "dcgm-exporter"
 WRONG = ("innocent", "monitor")
 HELD = ("holder", "letting go")
+AIM = 0.1  # seconds; see Operator.aimed
 
 os_open = os.open
 
@@ -57,6 +58,7 @@ class Crowd:
         self.wrong: list[str] = []
         self.late: list[dict[str, Any]] = []  # let go, and then ended by a signal
         self.struck: set[int] = set()
+        self.aimed = False
         self.gpuops = gpuops
 
     def run(self) -> None:
@@ -83,6 +85,9 @@ class Crowd:
             return
         if word == "strike":
             self.strike()
+            return
+        if word == "aimed":
+            self.aimed = True
             return
         holders = [pid for pid, kind in self.kinds.items() if kind in HELD and holds(pid)]
         answer = {
@@ -154,10 +159,14 @@ class Crowd:
         monitor = self.random.random() < (0.5 if wanted else 0.2)
         choice = [0.01, 0.1, 0.3] if wanted else [0.002, 0.01, 0.05, 0.2]
         seconds = self.random.choice(choice) * self.random.uniform(0.5, 1.5)
+        start = self.random.choice([0, 0.01, 0.04])
+        if self.aimed and wanted:
+            monitor, start, seconds = True, 2 * AIM, 10 * AIM
         runs = self.random.random() < 0.15
         if self.fork("monitor" if monitor else "innocent", wanted):
             return
         if monitor:
+            time.sleep(start)  # like any process it is forked first and gets its name later
             rename(MONITOR)
             device(0)
         if runs:
@@ -272,16 +281,21 @@ def lets_go_and_execs(crowd: Crowd, gpu: int, wait: float) -> None:
 class Operator:
     """The process that runs the program of the acting host, round by round."""
 
-    def __init__(self, seed: int, guards: str, commands: int, answers: int) -> None:
+    def __init__(self, seed: int, guards: str, aimed: bool, commands: int, answers: int) -> None:
         sys.path.insert(0, str(ROOT / "collections"))
         from ansible_collections.gpuops.gpu.plugins.module_utils import holders, node, signals
 
         self.random = random.Random(seed + 1)
         self.node = node
         self.commands = commands
+        # Always the hardest moment: holders end after the scan, before it is read who they are.
+        # That then reads somebody just forked, who is a protected monitor when it is signalled.
+        self.aimed = aimed
         self.answers = os.fdopen(answers, encoding="utf-8")
         self.checked = 0.0  # when the last re-check of the holders to be signalled began
         self.sends: list[tuple[int, float]] = []
+        self.starts: dict[int, int] = {}
+        self.signalling = False
         node._in_container = lambda: False  # whatever the machine below is
         self.watch(holders, signals, guards)
 
@@ -292,20 +306,45 @@ class Operator:
         time.sleep(self.random.choice([0.0, 0.0, 0.005, 0.03, 0.06]))
 
     def watch(self, holders: Any, signals: Any, guards: str) -> None:
-        """Pauses at the three places where a race is, a note of what is sent; no guard changed.
+        """Pauses at the four places where a race is, a note of what is sent; no guard changed.
 
-        ``guards`` other than ``all`` takes one away, to see that this test would notice.
+        ``guards`` other than ``all`` takes some away, to see that this test would notice: the
+        pidfd; the start times (and with them that scope and protection are read again, which would
+        save a monitor too); that alone; whether the device is still held; or all of these.
         """
         operator, scan, grip = self, holders.scan, signals.Grip
         signal_all = self.node.Work.signal_all
+        identify, why_not = self.node.Node.identify, self.node.Node.why_not
 
         def paused_signal_all(work: Any, *args: Any) -> Any:
             operator.pause()
-            return signal_all(work, *args)
+            time.sleep(4 * AIM if operator.aimed else 0)
+            operator.signalling = True
+            try:
+                return signal_all(work, *args)
+            finally:
+                operator.signalling = False
+
+        def deceived_identify(node: Any, holder: Any) -> Any:
+            there = identify(node, holder)
+            if operator.signalling and guards in ("no start time", "none"):
+                holder.start = operator.starts[holder.pid]
+                return True
+            return there
+
+        def deceived_why_not(node: Any, *args: Any) -> Any:
+            if operator.signalling and guards in ("no start time", "no second reading", "none"):
+                return ""
+            return why_not(node, *args)
 
         def paused_scan(devices: Any, deep: bool = False, pids: Any = None, **more: Any) -> Any:
             if pids is None:
-                return scan(devices, deep, pids, **more)
+                found = scan(devices, deep, pids, **more)
+                operator.pause()  # before it is read who they are
+                if operator.aimed:
+                    os.write(operator.commands, b"strike\n")
+                    time.sleep(AIM)
+                return found
             operator.pause()
             operator.checked = time.monotonic()
             found = scan(devices, deep, pids, **more)
@@ -317,6 +356,7 @@ class Operator:
         class Grip(grip):  # type: ignore[misc, valid-type]
             def __init__(self, pid: int, start: int) -> None:
                 super().__init__(pid, start)
+                operator.starts[pid] = start
                 if guards in ("no handle", "none"):
                     self.close()
 
@@ -333,6 +373,8 @@ class Operator:
                 return outcome
 
         self.node.Work.signal_all = paused_signal_all
+        self.node.Node.identify = deceived_identify
+        self.node.Node.why_not = deceived_why_not
         holders.scan = paused_scan
         signals.Grip = Grip
 
@@ -372,7 +414,7 @@ class Operator:
 
     def play(self, rungs: list[dict[str, Any]]) -> dict[str, Any]:
         """One round: climb while they come and go, and again until nobody is left."""
-        os.write(self.commands, b"start\n")
+        os.write(self.commands, b"aimed start\n" if self.aimed else b"start\n")
         time.sleep(self.random.uniform(0.01, 0.1))
         self.sends = []
         outcomes: Counter[str] = Counter()
@@ -451,7 +493,9 @@ def main() -> None:
     if gpuops == 0:
         os.close(command_read)
         os.close(answer_write)
-        operator = Operator(order["seed"], order["guards"], command_write, answer_read)
+        operator = Operator(
+            order["seed"], order["guards"], order["aimed"], command_write, answer_read
+        )
         for _ in range(order["rounds"]):
             played = operator.play(order["rungs"])
             sys.stdout.write(json.dumps(played) + "\n")

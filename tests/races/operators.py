@@ -272,7 +272,7 @@ class Site:
         """
         played = Played()
         usual = self.usual_seconds(played)
-        order = [WORKLOADS[n % len(WORKLOADS)] for n in reversed(range(rounds))]
+        order = [WORKLOADS[-1 - n % len(WORKLOADS)] for n in range(rounds)]
         self.random.shuffle(order)
         for number, workload in enumerate(order):
             for _ in range(5):  # a command that ended too soon is no round
@@ -294,7 +294,9 @@ class Site:
         self.arrange(workload)
         operator = self.type(f"{COMMAND} {workload.get('options', '')}")
         longest = usual + 5 if "stuck" in workload or "ignore_term" in workload else usual
-        if number % 2:  # every other time on the node itself, where it matters most
+        if (
+            number % 2 or "stuck" in workload
+        ):  # every other time on the node itself, where it matters most
             self.wait_for_work(operator)
             longest -= usual / 2
         with suppress(subprocess.TimeoutExpired):

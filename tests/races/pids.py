@@ -65,14 +65,19 @@ def race(
     guards: str = "all",
     seed: int = 3,
     until_first: bool = False,
+    aimed: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Play rounds; with ``until_first`` no more after the first wrong one."""
+    """Play rounds; with ``until_first`` no more after the first wrong one.
+
+    With ``aimed`` it is always the hardest moment at which a number changes hands.
+    """
     order = {
         "rounds": rounds,
         "guards": guards,
         "seed": seed,
         "first": until_first,
+        "aimed": aimed,
         "rungs": rungs(),
         "pid_max": own_pid_max(),
     }

@@ -35,13 +35,16 @@ TAIL = """
 ## What each one is
 
 - PIDs change hands: the node program climbs its ladder against real processes in a PID namespace
-  with {numbers}. Holders exit, fork (the child inherits the GPU), exec and let go;
-  whoever has ended, his number is given at once to somebody innocent or to a protected monitor that
-  holds a GPU too. Pauses before the handle is taken, between handle and re-check, and between
-  re-check and signal stand for a busy node, and in them holders end and let go. Wrong is: an
-  innocent or a monitor was ended by a signal (process 1 sees that in wait(2)); somebody was
-  signalled who had let go before he was checked; clean was said and somebody held. The grace after
-  TERM is 0.4 s there, and nvidia-smi is a script that reads /proc.
+  with {numbers}. Holders exit, fork (the child inherits the GPU), exec and let
+  go; whoever has ended, his number is given at once to somebody innocent or to a protected monitor
+  that holds a GPU too and gets its name a moment after it was forked. Pauses after the scan, before
+  the handle is taken, between handle and re-check, and between re-check and signal stand for a busy
+  node, and in them holders end and let go. Wrong is: an innocent or a monitor was ended by a signal
+  (process 1 sees that in wait(2)); somebody was signalled who had let go before he was checked;
+  clean was said and somebody held. The grace after TERM is 0.4 s there, and nvidia-smi is a script
+  that reads /proc.
+- The same, aimed: in every round holders end between the scan and the reading of who they are, and
+  are protected monitors when it comes to signals.
 - Two operators: two `ansible-playbook reset_gpus.yml -l ct129` at once, the second up to 0.6 s
   later, with connections of their own. Wrong is: an exit code that is not 0, a verdict that is
   not clean, memory left, a bystander harmed, a process signalled by both on the same rung.
@@ -70,14 +73,14 @@ class Row:
         return f"| {self.name} | {self.rounds} | {len(self.wrong)} | {text} |"
 
 
-def of_pids(result: Result) -> Row:
+def of_pids(name: str, result: Result) -> Row:
     """The race of PIDs as a row."""
     counts = Counter(result.counts)
     for outcome, number in result.outcomes.items():
         counts[f"signals {outcome}" if outcome == "sent" else f"not signalled, {outcome}"] = number
     counts["let go between the check and the signal"] = result.let_go_after_check
     counts["runs of the ladder"] = result.ladders
-    return Row("PIDs change hands", result.rounds, result.wrong, counts)
+    return Row(name, result.rounds, result.wrong, counts)
 
 
 def of_played(name: str, played: Played) -> Row:

@@ -36,10 +36,26 @@ def test_numbers_change_hands() -> None:
     assert result.outcomes["gone"] + result.outcomes["let go"] > 5  # the guards were needed
 
 
-@pytest.mark.parametrize("guards", ["no start time", "no handle", "no re-check", "none"])
-def test_race_of_numbers_notices(guards: str) -> None:
-    """Each guard alone is needed: without it somebody is signalled who must not be."""
-    result = pids.race(40, guards=guards, until_first=True)
+def test_number_changes_hands_before_it_is_read() -> None:
+    """Evidence of one process, identity of the next, which is somebody else again by then."""
+    result = pids.race(3, aimed=True)
+    assert result.wrong == []
+    assert result.counts["numbers of holders taken over at once"] > 5
+
+
+@pytest.mark.parametrize(
+    ("guards", "aimed"),
+    [
+        ("no start time", False),
+        ("no handle", False),
+        ("no re-check", False),
+        ("no second reading", True),
+        ("none", False),
+    ],
+)
+def test_race_of_numbers_notices(guards: str, aimed: bool) -> None:
+    """Each guard is needed: without it somebody is signalled who must not be."""
+    result = pids.race(60, guards=guards, until_first=True, aimed=aimed)
     assert any("was ended" in each for each in result.wrong), result
 
 
