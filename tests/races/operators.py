@@ -91,6 +91,7 @@ class Site:
         self.folder = Path(tempfile.mkdtemp(prefix="gr"))
         self.operators: list[Operator] = []
         self.held: list[dict[str, Any]] = []
+        self.usual = 0.0
 
     def __enter__(self) -> Site:
         try:
@@ -319,14 +320,17 @@ class Site:
         return True
 
     def usual_seconds(self, played: Played) -> float:
-        """How long a run takes here that nobody disturbs."""
+        """How long a run takes here that nobody disturbs; measured once."""
+        if self.usual:
+            return self.usual
         self.arrange(WORKLOADS[0])
         operator = self.type()
         run = self.answer(operator, played)
         self.check(played, run, "undisturbed")
         self.forget(operator)
         self.clear()
-        return run.seconds
+        self.usual = run.seconds
+        return self.usual
 
     def wait_for_work(self, operator: Operator) -> None:
         """Until the node program runs, or the command has ended without it."""
