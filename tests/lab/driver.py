@@ -35,6 +35,12 @@ ANSWER_AFTER = 0.020  # the real tool takes 22-31 ms, nearly all of it waiting f
 # Several holders of one GPU that die together are freed one after another: eight took 540 ms on
 # real hardware, one 115 to 180 ms.
 NEXT_RELEASE_AFTER = 0.055
+# MiB of each process's memory that the real driver puts into no process's figure (9 for one, 48 for
+# eight).
+IN_NO_FIGURE = 6
+# A query in the last part of a release waits in the real driver until it is done; one that comes
+# right after the death still reads the memory as used. Seconds before the end.
+QUERY_WAITS = 0.090
 HANG_IN_D = 1000  # an exit code that tells nvidia-smi to hang in an uninterruptible read
 
 
@@ -380,7 +386,8 @@ class Driver:
             if not holder.alive or not holder.listed or number is None:
                 continue
             name = process_name(holder.pid)
-            rows += [smi.ProcessView(index, number, name, holder.mib) for index in holder.gpus]
+            listed = max(0, holder.mib - IN_NO_FIGURE)
+            rows += [smi.ProcessView(index, number, name, listed) for index in holder.gpus]
         for fault in self.faults:
             if fault.kind == "ghost":
                 number, mib = (int(word) for word in fault.value.split())
@@ -404,6 +411,12 @@ class Driver:
                 client.close()
                 return
         self.reply(client, f"{answer.rc} {answer.loop_ms}\n{answer.text}".encode())
+
+    def answer_at(self, now: float, wait: float) -> float:
+        """When a query of now is answered: after the tool's own time, not while memory is freed."""
+        ends = [at for holder in self.holders for at in holder.release_at.values()]
+        freeing = [at for at in ends if 0 < at - now < QUERY_WAITS]
+        return max([now + wait, *freeing])
 
     def hang_in_d(self, client: socket.socket, peer: int) -> None:
         """Give the caller a file whose read never returns and that SIGKILL does not end."""
@@ -449,7 +462,7 @@ class Driver:
         else:
             slow = self.fault(host, "smi-slow")
             wait = float(slow.value) / 1000 if slow else ANSWER_AFTER
-            at = time.monotonic() + wait
+            at = self.answer_at(time.monotonic(), wait)
             self.after(
                 at,
                 lambda: self.handle(lambda who, _: self.answer(who, peer, words), client, b""),

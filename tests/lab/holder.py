@@ -93,11 +93,10 @@ def open_standins(names: list[str]) -> list[int]:
     return fds
 
 
-def map_nodes(minors: list[int], control: bool = True) -> None:
-    """The mappings that a CUDA process has: its GPUs, and with `control` nvidiactl and uvm."""
+def map_nodes(minors: list[int]) -> None:
+    """The mappings that a CUDA process has: its GPUs, nvidiactl and uvm."""
     names = [f"nvidia{minor}" for minor in minors]
-    names += ["nvidiactl", "nvidia-uvm"] if control else []
-    for fd in open_standins(names):
+    for fd in open_standins([*names, "nvidiactl", "nvidia-uvm"]):
         # Not Python's mmap: that keeps a duplicate of the descriptor.
         flags = mmap.PROT_READ | mmap.PROT_WRITE
         if libc.mmap(None, 4096, flags, mmap.MAP_PRIVATE, fd, 0) == ctypes.c_void_p(-1).value:
@@ -141,7 +140,7 @@ def hold(spec: Spec) -> None:
     if kind != "mapped-only":
         open_nodes(minors)
     if kind != "open-only":
-        map_nodes(minors, control=kind != "mapped-only")
+        map_nodes(minors)
     become_user(spec)
     register(spec)
     if kind == "stopped":
