@@ -11,6 +11,9 @@ from ansible.plugins.action import ActionBase
 
 from ansible_collections.gpuops.gpu.plugins.plugin_utils.batch import NoResult, own_rounds
 
+# So much of what was done goes into the one line of a refusal.
+MOST_SENTENCES = 3
+
 
 class ActionModule(ActionBase):
     """Say what a reading proves for this host; fail unless it proves it clean."""
@@ -33,7 +36,10 @@ class ActionModule(ActionBase):
             return dict(result, **error.result)
         result["verdict"] = found["verdict"]
         if found["verdict"] != "clean" and not self._task.check_mode:
-            sentences = [f"{found['verdict']}: {found['reason']}", found["remedy"], *args["record"]]
+            done = args["record"][:MOST_SENTENCES]
+            if len(args["record"]) > len(done):
+                done.append(f"and {len(args['record']) - len(done)} more")
+            sentences = [f"{found['verdict']}: {found['reason']}", found["remedy"], *done]
             return dict(result, failed=True, msg="; ".join(sentences))
         used = " ".join(str(gpu["used_mib"]) for gpu in found["gpus"])
         return dict(

@@ -605,17 +605,26 @@ def action(holder: holders.Holder, rung: dict[str, Any], outcome: str) -> dict[s
 
 
 def restarts(holder: holders.Holder, earlier: list[dict[str, Any]]) -> int:
-    """On how many rungs before was the same command ended, only for this holder to start after?"""
-    return len(
-        {
-            each["rung"]
-            for each in earlier
-            if each["result"] == "sent"
-            and (each["name"], each["command"]) == (holder.name, holder.command)
-            and each["node_pid"] != holder.pid
-            and holder.start >= each["at"]
-        }
-    )
+    """How often was this command ended and started again, up to this holder?
+
+    Counted by generations: those that were there before this one started are the last one, however
+    many they were and however often they were signalled; and so on back.
+    """
+    same = [
+        each
+        for each in earlier
+        if each["result"] == "sent"
+        and (each["name"], each["command"]) == (holder.name, holder.command)
+        and each["node_pid"] != holder.pid
+    ]
+    times, started = 0, holder.start
+    while True:
+        before = [each for each in same if each["at"] <= started]
+        if not before:
+            return times
+        times += 1
+        started = max(each["start"] for each in before)
+        same = [each for each in before if each["start"] < started]
 
 
 def supervised(holder: holders.Holder, chosen: list[holders.Holder]) -> bool:
