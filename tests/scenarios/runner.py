@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -392,6 +393,11 @@ class World:
                 f"echo '{what['name']}:x:1007:1007::{home}:/bin/bash' >>/etc/passwd"
             )
             self.lab.inside(what["host"], ["sh", "-c", script], check=True)
+        elif verb == "vars":
+            for name, variables in what.items():
+                file = self.lab.paths.state / "host_vars" / f"{name}.json"
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(json.dumps(variables))
         elif verb == "freeze":
             for helper in self.helpers(self.held[what][0]):
                 os.kill(helper["pid"], signal.SIGSTOP)
@@ -433,6 +439,7 @@ class World:
         """All is well again, and everybody of the scenario is gone."""
         if self.shape is None:
             return
+        shutil.rmtree(self.lab.paths.state / "host_vars", ignore_errors=True)
         try:
             self.lab.heal()
             for holders in self.held.values():
