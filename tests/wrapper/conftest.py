@@ -72,6 +72,7 @@ def the_lab() -> Iterator[Lab]:
         pytest.skip("needs root and LXC")
     made = Lab(os.environ.get("GPUOPS_LAB") or f"wrapper-{os.getpid()}")
     made.up(cts="129,130,131@pve2", nodes=2)
+    made.drop()  # it may have been up
     yield made
     made.down()
 

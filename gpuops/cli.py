@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The command ``gpuops``. What it needs it imports when it needs it, so that it starts at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from gpuops._version import __version__
+
+if TYPE_CHECKING:
+    from gpuops.report import Report
+    from gpuops.screen import Screen
+
+EXIT_CODES = """\b
+Exit codes (the worst of all hosts wins):
+   0  clean: proved, whether or not anything had to be done
+   2  what was asked for, or the inventory, is wrong
+  10  held: somebody in scope still holds a GPU
+  11  blocked: somebody else holds it, and is named
+  12  unkillable: a process outlived SIGKILL
+  13  unknown: it could not be read, or not in time
+  14  unreachable
+ 130  Ctrl-C; the report so far is shown
+"""
+
+FORMATS = ("json", "jsonl", "markdown", "junit", "prometheus")
+
+
+class Output(click.ParamType):  # type: ignore[type-arg]
+    """``FORMAT`` or ``FORMAT=FILE``."""
+
+    name = "FORMAT[=FILE]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Path | None]:
+        """Split it; an unknown format, or a folder that is not there, is wrong usage."""
+        format, equals, file = str(value).partition("=")
+        if format not in FORMATS:
+            self.fail(f"there is no format '{format}'; write one of {', '.join(FORMATS)}")
+        if equals and (
+            not file or Path(file).is_dir() or not Path(file).absolute().parent.is_dir()
+        ):
+            self.fail(f"'{file}' cannot be a file; name one in a folder that is there")
+        return format, Path(file) if equals else None
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """The formats."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(each) for each in FORMATS if each.startswith(incomplete)]
+
+
+def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options of these names, in this order."""
+    every = {
+        "limit": click.option(
+            "-l",
+            "--limit",
+            metavar="HOSTS",
+            required=True,
+            help="Hosts or groups of the inventory, with commas between; 'all' for all.",
+        ),
+        "inventory": click.option(
+            "-i",
+            "--inventory",
+            metavar="FILE",
+            multiple=True,
+            help="Inventory file or folder. Default: what Ansible's configuration says, "
+            "else inventory/hosts.yml.",
+        ),
+        "gpus": click.option(
+            "--gpus",
+            metavar="LIST",
+            help="Only these GPUs: index, UUID or PCI address, with commas between.",
+        ),
+        "scope": click.option(
+            "--scope",
+            metavar="SCOPE",
+            help="Whose processes count: job:ID, user:NAME or everything. "
+            "Default: the container's, or those that run directly on the node.",
+        ),
+        "profile": click.option(
+            "--profile",
+            metavar="NAME",
+            help="Which steps are taken: gentle (SIGTERM first, the default) or now (SIGKILL).",
+        ),
+        "check": click.option(
+            "--check", is_flag=True, help="Only say who would be signalled; change nothing."
+        ),
+        "yes": click.option("-y", "--yes", is_flag=True, help="Do not ask before signalling."),
+        "plan": click.option(
+            "--plan",
+            metavar="FILE",
+            type=click.Path(exists=True, dir_okay=False),
+            help="Signal nobody who is not in this plan, written by gpuops plan --write.",
+        ),
+        "write": click.option(
+            "--write",
+            metavar="FILE",
+            type=click.Path(dir_okay=False),
+            help="Write the plan to a file, for gpuops reset --plan.",
+        ),
+        "timeout": click.option(
+            "--timeout",
+            metavar="SECONDS",
+            type=click.FloatRange(min=0, min_open=True),
+            help="End the run after that long; hosts without an answer are unknown then.",
+        ),
+        "json": click.option(
+            "--json",
+            "json_",
+            is_flag=True,
+            help="The same as --output json: the report, on stdout.",
+        ),
+        "output": click.option(
+            "--output",
+            "outputs",
+            type=Output(),
+            multiple=True,
+            help=f"Also write the report as {', '.join(FORMATS)}; without =FILE to stdout. "
+            "May be given several times.",
+        ),
+        "verbose": click.option(
+            "-v",
+            "--verbose",
+            count=True,
+            help="Show Ansible's own output too, on stderr; more with -vv.",
+        ),
+    }
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(names):
+            function = every[name](function)
+        return function
+
+    return add
+
+
+RUN = ("timeout", "json", "output", "verbose")
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EXIT_CODES,
+)
+@click.version_option(__version__, "--version", message="gpuops %(version)s")
+def gpuops() -> None:
+    """Take GPUs from whatever state they are in to a proved clean slate.
+
+    \b
+    gpuops status -l ct129       who holds which GPU? changes nothing
+    gpuops plan -l ct129         whom would a reset signal?
+    gpuops reset -l ct129        from held to clean, step by step
+    gpuops verify -l ct129       wait until clean, or say why not
+    """
+
+
+@gpuops.command(epilog=EXIT_CODES)
+@options("limit", "inventory", "gpus", "scope", *RUN)
+def status(**given: Any) -> None:
+    """Show who holds which GPU. Changes nothing.
+
+    \b
+    gpuops status -l ct129
+    gpuops status -l gpu_nodes --json
+    """
+    _run("status", given, {})
+
+
+@gpuops.command(epilog=EXIT_CODES)
+@options("limit", "inventory", "gpus", "scope", "profile", "write", *RUN)
+def plan(write: str | None, **given: Any) -> None:
+    """Show whom a reset would signal. Signals nobody.
+
+    \b
+    gpuops plan -l ct129
+    gpuops plan -l ct129 --write ct129.plan && gpuops reset -l ct129 --plan ct129.plan
+    """
+    _run("plan", given, {"write": write})
+
+
+@gpuops.command(epilog=EXIT_CODES)
+@options("limit", "inventory", "gpus", "scope", "profile", "check", "yes", "plan", *RUN)
+def reset(check: bool, yes: bool, plan: str | None, **given: Any) -> None:
+    """Free the GPUs, step by step, until they are proved clean.
+
+    On a terminal it shows whom it would signal, and asks. With --yes, or where nobody could
+    answer, it does not ask. What is clean already is not touched.
+
+    \b
+    gpuops reset -l ct129
+    gpuops reset -l gpu_nodes --yes --output junit=gpus.xml
+    """
+    asks = not (yes or check or plan) and sys.stdin.isatty() and sys.stderr.isatty()
+    _run("reset", given, {"check": check, "plan": plan}, asks)
+
+
+@gpuops.command(epilog=EXIT_CODES)
+@options("limit", "inventory", "gpus", "scope", *RUN)
+def verify(**given: Any) -> None:
+    """Wait until the GPUs are proved clean, or say why they are not. Changes nothing.
+
+    \b
+    gpuops verify -l gpu_nodes --output junit=gpus.xml
+    """
+    _run("verify", given, {})
+
+
+@gpuops.command(epilog=EXIT_CODES)
+@click.argument(
+    "file", type=click.Path(exists=True, dir_okay=False, allow_dash=True), required=False
+)
+@click.option("--schema", is_flag=True, help="Print the JSON schema of reports, and nothing else.")
+@options("json", "output")
+def report(
+    file: str | None, schema: bool, json_: bool, outputs: Iterable[tuple[str, Path | None]]
+) -> None:
+    """Show an old report, or turn it into another format.
+
+    FILE is one that --output json=FILE or --json wrote; - is standard input. The exit code is
+    that of the report.
+
+    \b
+    gpuops report night.json
+    gpuops report night.json --output markdown=night.md
+    """
+    from gpuops.errors import UsageError
+    from gpuops.report import Report, json_schema
+
+    if schema:
+        import json
+
+        click.echo(json.dumps(json_schema(), indent=2))
+        return
+    if file is None:
+        raise UsageError("no report was named", "write gpuops report FILE, or - for standard input")
+    with click.open_file(file, "rb") as stream:
+        found = Report.from_json(stream.read())
+    targets = _targets(json_, outputs)
+    _show(found, targets, _screen(targets, live=False))
+    sys.exit(found.exit_code)
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@gpuops.command()
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print what makes a shell complete gpuops.
+
+    \b
+    bash: eval "$(gpuops completion bash)"          in ~/.bashrc
+    zsh:  eval "$(gpuops completion zsh)"           in ~/.zshrc
+    fish: gpuops completion fish | source           in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(gpuops, {}, "gpuops", "_GPUOPS_COMPLETE").source())
+
+
+# --- running ---
+
+Targets = list[tuple[str, Path | None]]
+
+
+def _targets(json_: bool, outputs: Iterable[tuple[str, Path | None]]) -> Targets:
+    """What is to be written where; standard output holds one document only."""
+    from gpuops.errors import UsageError
+
+    targets = [*outputs, *([("json", None)] if json_ else [])]
+    if sum(file is None for _, file in targets) > 1:
+        raise UsageError(
+            "more than one format is to go to standard output", "write --output FORMAT=FILE"
+        )
+    return targets
+
+
+def _screen(targets: Targets, live: bool = True) -> Screen:
+    """For people: on stderr if stdout is for a program."""
+    from gpuops import screen
+
+    stream: IO[str] = sys.stderr if any(file is None for _, file in targets) else sys.stdout
+    return screen.screen(stream) if live else screen.final(stream)
+
+
+def _show(report: Report, targets: Targets, screen: Screen) -> None:
+    """The result for people, then for programs."""
+    from gpuops import render
+
+    screen.result(report)
+    for format, file in targets:
+        if file is not None:
+            render.write(report, format, file)
+    for format, file in targets:
+        if file is None:
+            sys.stdout.write(render.render(report, format))
+            sys.stdout.flush()
+
+
+def _run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = False) -> NoReturn:
+    """Run a verb, show what came of it, and end with its exit code."""
+    from gpuops import api
+    from gpuops.errors import Interrupted
+
+    targets = _targets(given.pop("json_"), given.pop("outputs"))
+    verbosity = given.pop("verbose")
+    inventory = given.pop("inventory") or None
+    limit = given.pop("limit")
+    with _screen(targets) as screen:
+        common = {
+            **given,
+            "watch": screen.watch,
+            "verbosity": max(0, verbosity - 1),
+            "output": _to_stderr if verbosity else None,
+        }
+        call = functools.partial(getattr(api, verb), limit, inventory, **common, **more)
+        try:
+            found = _ask_and_reset(limit, inventory, common, screen) if asks else call()
+        except Interrupted as error:
+            found = error.report
+        screen.close()
+        _show(found, targets, screen)
+    sys.exit(found.exit_code)
+
+
+def _ask_and_reset(limit: str, inventory: Any, common: dict[str, Any], screen: Screen) -> Report:
+    """Show whom a reset would signal, ask, and then signal these and nobody else."""
+    import tempfile
+
+    from gpuops import api
+    from gpuops import screen as show
+
+    with tempfile.TemporaryDirectory(prefix="gpuops-plan-") as folder:
+        file = Path(folder, "plan.json")
+        planned = api.plan(limit, inventory, write=file, **common)
+        names = [host.name for host in planned.hosts if host.verdict in PLANNED]
+        if planned.ended or not names or not file.exists():
+            return planned
+        if planned.totals.killed:
+            screen.close()
+            for line in show.whom(planned):
+                screen.say(line)
+            count = "this process" if planned.totals.killed == 1 else "these processes"
+            if not click.confirm(f"End {count}?", err=True):
+                screen.say("nobody was signalled")
+                return planned
+        screen.open()
+        done = api.reset(names, inventory, plan=file, **common)
+        return show.joined(done, planned, limit)
+
+
+# Hosts with these verdicts are in a plan; the others could not be looked at.
+PLANNED = ("clean", "held", "blocked")
+
+
+def _to_stderr(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+# --- starting, and errors ---
+
+
+def main() -> NoReturn:
+    """Entry point: whatever goes wrong is a line of what, and one of what to do."""
+    from gpuops.errors import GpuopsError
+
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    with contextlib.suppress(ValueError, OSError):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _interrupt)
+    code = 1
+    try:
+        code = gpuops.main(prog_name="gpuops", standalone_mode=False) or 0
+    except click.exceptions.Exit as error:
+        code = error.exit_code
+    except click.Abort:
+        code = _complain("interrupted", "nobody was signalled", 130)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "gpuops"
+        code = _complain(error.format_message().rstrip("."), f"see {path} --help", 2)
+    except GpuopsError as error:
+        code = _complain(error.what, error.remedy, 2)
+    except KeyboardInterrupt:
+        code = _complain("interrupted", "nobody was signalled", 130)
+    except BrokenPipeError:
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except Exception as error:
+        what = f"internal error: {type(error).__name__}: {error}"
+        code = _complain(" ".join(what.split()), "report this as a bug of gpuops", 1)
+    _leave(code)
+
+
+def _complain(what: str, remedy: str, code: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        print(f"gpuops: {what}\n        {remedy}", file=sys.stderr)
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End, without words about a standard output that nobody reads."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt

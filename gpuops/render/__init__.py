@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A report in the formats that other programs and people read, each from a template."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpuops.errors import UsageError
+from gpuops.report import SEVERITY, Report, signalled
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+# Each with its template and the ending that a file of it usually has.
+FORMATS = {
+    "json": ("", ".json"),
+    "jsonl": ("", ".jsonl"),
+    "markdown": ("report.md.j2", ".md"),
+    "junit": ("junit.xml.j2", ".xml"),
+    "prometheus": ("", ".prom"),
+}
+
+
+def render(report: Report, format: str) -> str:
+    """The report as text in one of :data:`FORMATS`.
+
+    :raises UsageError: there is no such format.
+    """
+    if format not in FORMATS:
+        raise UsageError(
+            f"there is no output format '{format}'", f"write one of {', '.join(FORMATS)}"
+        )
+    template = FORMATS[format][0]
+    if template:
+        return _fill(template, report)
+    plain: dict[str, Callable[[Report], str]] = {
+        "json": lambda each: each.to_json() + "\n",
+        "jsonl": json_lines,
+        "prometheus": prometheus,
+    }
+    return plain[format](report)
+
+
+def json_lines(report: Report) -> str:
+    """One line a host, each a document of its own, with what is true of the whole run.
+
+    In ASCII: some readers take other characters than the line feed for the end of a line.
+    """
+    data = report.to_dict()
+    hosts = data.pop("hosts")
+    run = {name: data[name] for name in ("schema", "version", "verb", "check", "started", "ended")}
+    return "".join(json.dumps({**run, **host}) + "\n" for host in hosts)
+
+
+def prometheus(report: Report) -> str:
+    """Metrics for the text file collector of the node exporter, or a push gateway."""
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+    registry = CollectorRegistry()
+
+    def gauge(name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"gpuops_{name}", text, labels, registry=registry)
+
+    verdict = gauge("verdict", "1 for the verdict on the host, 0 for the others", "host", "verdict")
+    used = gauge("gpu_used_bytes", "Memory in use at the last reading", "host", "gpu", "uuid")
+    before = gauge(
+        "gpu_used_before_bytes", "Memory in use at the first reading", "host", "gpu", "uuid"
+    )
+    killed = gauge("signalled_processes", "Processes that were signalled", "host")
+    spared = gauge("spared_processes", "Holders left alive on purpose", "host")
+    rungs = gauge("rung_seconds", "How long a rung of the ladder took", "host", "rung")
+    for host in report.hosts:
+        for word in SEVERITY:
+            verdict.labels(host.name, word).set(host.verdict == word)
+        for metric, gpus in ((before, host.before), (used, host.after)):
+            for gpu in gpus:
+                if gpu.used_mib is not None:
+                    metric.labels(host.name, str(gpu.index), gpu.uuid).set(gpu.used_mib << 20)
+        killed.labels(host.name).set(0 if report.check else len(signalled(host)))
+        spared.labels(host.name).set(len(host.spared))
+        for rung in host.rungs:
+            rungs.labels(host.name, rung.name).set(rung.seconds)
+    gauge("run_clean", "1 if every host of the run was proved clean").set(report.clean)
+    gauge("run_seconds", "How long the run took").set(report.seconds)
+    with contextlib.suppress(ValueError):
+        began = _timestamp(report.started)
+        gauge("run_timestamp_seconds", "When the run began, seconds since 1970").set(began)
+    return generate_latest(registry).decode()
+
+
+def write(report: Report, format: str, path: Path) -> None:
+    """Render into a file, which is there in full or not at all.
+
+    :raises UsageError: it cannot be written, or there is no such format.
+    """
+    text = render(report, format)
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            Path(temporary).chmod(0o666 & ~_umask())
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror})", "name another file after --output"
+        ) from error
+
+
+def _umask() -> int:
+    # There is no way to ask without setting it.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _timestamp(text: str) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(text).timestamp()
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("gpuops.render"),
+        autoescape=lambda name: bool(name and name.endswith((".xml.j2", ".html.j2"))),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(cell=_cell, plain=_plain, code=_code)
+    environment.globals.update(signalled=signalled)
+    return environment
+
+
+def _fill(template: str, report: Report) -> str:
+    return _environment().get_template(template).render(report=report)
+
+
+# Characters that a command line may have and that XML cannot say, nor should any text.
+CONTROL = {number: "�" for number in [*range(9), 11, 12, *range(14, 32), 127, 0xFFFE, 0xFFFF]} | {
+    number: "�" for number in range(0xD800, 0xE000)
+}
+
+
+def _plain(text: Any) -> str:
+    """Without control characters."""
+    return str(text).translate(CONTROL)
+
+
+def _cell(text: Any) -> str:
+    """For a cell of a Markdown table: on one line, and nothing in it is markup."""
+    words = " ".join(_plain(text).split())
+    for mark in "\\`*_[]<>|#~&":
+        words = words.replace(mark, "\\" + mark)
+    return words
+
+
+def _code(text: Any) -> str:
+    """As code in Markdown, whatever is in it."""
+    words = " ".join(_plain(text).split()) or " "
+    fence = "`"
+    while fence in words:
+        fence += "`"
+    edge = " " if words.startswith("`") or words.endswith("`") else ""
+    return f"{fence}{edge}{words}{edge}{fence}"

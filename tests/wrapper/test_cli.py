@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The command: what it says, what it ends with, and that it starts at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pexpect
+import pytest
+
+from gpuops import Interrupted, Report, api, cli
+from tests.lab import Lab
+from tests.wrapper.conftest import RECORDED, Replay
+
+GPUOPS = [sys.executable, "-m", "gpuops"]
+VERBS = ("status", "plan", "reset", "verify")
+
+
+class Done:
+    """What one call of the command printed and ended with."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+Call = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test writes into the history of whoever runs it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Call the command in this process."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["gpuops", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int)
+        assert "Traceback" not in captured.err
+        return Done(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, replay: Replay) -> Callable[..., dict[str, Any]]:
+    """Let a verb answer with a recorded run; returns what it was asked."""
+
+    def arrange(verb: str, answer: str | BaseException) -> dict[str, Any]:
+        asked: dict[str, Any] = {}
+
+        def stand_in(limit: Any, inventory: Any = None, **given: Any) -> Report:
+            asked.update(given, limit=limit, inventory=inventory)
+            if isinstance(answer, BaseException):
+                raise answer
+            return replay(answer, watch=given["watch"])
+
+        monkeypatch.setattr(api, verb, stand_in)
+        return asked
+
+    return arrange
+
+
+# --- what is asked reaches the API ---
+
+
+def test_every_option_reaches_the_api(call: Call, answers: Any, tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    plan.write_text("{}")
+    asked = answers("reset", "reset-held")
+    call(
+        *("reset", "-l", "a,b", "-i", "x", "-i", "y", "--gpus", "0,1", "--scope", "everything"),
+        *("--profile", "now", "--check", "--timeout", "60", "--plan", str(plan), "-vv"),
+    )
+    assert asked["limit"] == "a,b"
+    assert asked["inventory"] == ("x", "y")
+    assert (asked["gpus"], asked["scope"], asked["profile"]) == ("0,1", "everything", "now")
+    assert (asked["check"], asked["timeout"], asked["plan"]) == (True, 60.0, str(plan))
+    assert asked["verbosity"] == 1 and asked["output"] is not None
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_not_said_is_left_to_the_collection(call: Call, answers: Any, verb: str) -> None:
+    asked = answers(verb, "reset-clean")
+    assert call(verb, "-l", "all").code == 0
+    assert asked["inventory"] is None and asked["gpus"] is None and asked["scope"] is None
+    assert asked["timeout"] is None and asked["output"] is None
+
+
+# --- exit codes and errors ---
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if name != "reset-no-hosts"])
+def test_the_exit_code_is_the_worst_hosts(
+    call: Call, answers: Any, replay: Replay, name: str
+) -> None:
+    answers("reset", name)
+    assert call("reset", "-l", "all").code == replay(name).exit_code
+
+
+def test_ctrl_c_shows_the_report_so_far(
+    call: Call, answers: Any, replay: Replay, tmp_path: Path
+) -> None:
+    report = replay("reset-held", ended="interrupted")
+    answers("reset", Interrupted(report))
+    done = call("reset", "-l", "all", "--output", f"json={tmp_path / 'r.json'}")
+    assert done.code == 130
+    assert "interrupted" in done.out and "ct129" in done.out
+    assert Report.from_json((tmp_path / "r.json").read_text()) == report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "remedy"),
+    [
+        (["reset"], "Missing option '-l'", "see gpuops reset --help"),
+        (["reset", "-l", " "], "no hosts were named", "-l ct129"),
+        (["reset", "-l", "a", "--output", "pdf"], "no format 'pdf'", "see gpuops reset --help"),
+        (["reset", "-l", "a", "--output", "json=/no/such/x"], "cannot be a file", "see gpuops"),
+        (
+            ["reset", "-l", "a", "--json", "--output", "jsonl"],
+            "more than one format",
+            "FORMAT=FILE",
+        ),
+        (["reset", "-l", "a", "--timeout", "0"], "'--timeout'", "see gpuops reset --help"),
+        (["reset", "-l", "a", "-i", "none.yml"], "none.yml is not there", "gpuops init"),
+        (["reset", "-l", "a", "--plan", "none"], "does not exist", "see gpuops reset --help"),
+        (["nosuch"], "No such command 'nosuch'", "see gpuops --help"),
+        (["report"], "no report was named", "gpuops report FILE"),
+        (["report", __file__], "no JSON", "--output json"),
+    ],
+)
+def test_an_error_is_a_line_of_what_and_one_of_what_to_do(
+    call: Call, arguments: list[str], says: str, remedy: str
+) -> None:
+    done = call(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    what, to_do = done.err.splitlines()
+    assert what.startswith("gpuops: ") and says in what
+    assert remedy in to_do
+
+
+def test_a_bug_is_no_traceback_either(call: Call, answers: Any) -> None:
+    answers("status", RuntimeError("the sky\nfell"))
+    done = call("status", "-l", "all")
+    assert done.code == 1
+    assert done.err.splitlines()[0] == "gpuops: internal error: RuntimeError: the sky fell"
+
+
+# --- output ---
+
+
+def test_json_on_stdout_is_alone_there(call: Call, answers: Any, replay: Replay) -> None:
+    answers("reset", "reset-held")
+    done = call("reset", "-l", "all", "--json")
+    assert Report.from_json(done.out) == replay("reset-held")
+    assert "2 hosts: 2 clean" in done.err
+
+
+def test_several_outputs_at_once(call: Call, answers: Any, tmp_path: Path) -> None:
+    answers("verify", "verify-held")
+    outputs = [f"{format}={tmp_path / format}" for format in cli.FORMATS]
+    done = call("verify", "-l", "all", *(word for each in outputs for word in ("--output", each)))
+    assert done.code == 10
+    assert {path.name for path in tmp_path.iterdir()} >= set(cli.FORMATS)
+    assert ElementTree.parse(tmp_path / "junit").getroot().attrib["failures"] == "1"
+
+
+def test_an_old_report_is_shown_again(
+    call: Call, answers: Any, replay: Replay, tmp_path: Path
+) -> None:
+    old = tmp_path / "old.json"
+    old.write_text(replay("reset-blocked").to_json())
+    done = call("report", str(old), "--output", f"markdown={tmp_path / 'x.md'}")
+    assert done.code == 11
+    assert "ct129  blocked" in done.out
+    assert "| ct129 | blocked |" in (tmp_path / "x.md").read_text()
+
+
+def test_the_schema_is_printed(call: Call) -> None:
+    done = call("report", "--schema")
+    assert done.code == 0
+    assert json.loads(done.out)["title"] == "gpuops.report/1"
+
+
+def test_formats_agree_with_those_of_the_renderings() -> None:
+    from gpuops.render import FORMATS
+
+    assert tuple(FORMATS) == cli.FORMATS
+
+
+# --- help and completion ---
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_tells_the_exit_codes(call: Call, verb: str) -> None:
+    done = call(*([verb] if verb else []), "--help")
+    assert done.code == 0
+    for code in (0, 2, 10, 11, 12, 13, 14, 130):
+        assert re.search(rf"^ +{code}  \w", done.out, re.M)
+
+
+@pytest.mark.parametrize("shell", cli.SHELLS)
+def test_completion_is_a_script_for_the_shell(call: Call, shell: str) -> None:
+    done = call("completion", shell)
+    assert done.code == 0 and "_GPUOPS_COMPLETE" in done.out
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=done.out, text=True, check=True)
+
+
+def test_completion_completes() -> None:
+    environment = {**os.environ, "_GPUOPS_COMPLETE": "bash_complete", "COMP_CWORD": "3"}
+    environment["COMP_WORDS"] = "gpuops reset --output "
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "gpuops")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert "junit" in done.stdout
+
+
+def test_it_starts_at_once() -> None:
+    """The median of pairs: `gpuops --help` takes at most six times an empty Python."""
+
+    def seconds(argv: list[str]) -> float:
+        began = time.perf_counter()
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - began
+
+    script = str(Path(sys.executable).parent / "gpuops")
+    seconds([script, "--help"])
+    ratios = [
+        seconds([script, "--help"]) / seconds([sys.executable, "-c", "pass"]) for _ in range(11)
+    ]
+    print(f"gpuops --help / python -c pass: {statistics.median(ratios):.2f}")
+    assert statistics.median(ratios) <= 6
+
+
+def test_help_loads_neither_rich_nor_ansible() -> None:
+    code = (
+        "import sys; sys.argv = ['gpuops', '--help']\n"
+        "from gpuops.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'rich', 'jinja2', 'ansible', 'ansible_runner', 'yaml', 'asyncio',"
+        " 'prometheus_client', 'gpuops.report'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- on the lab ---
+
+
+def typed(lab: Lab, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    done = lab.run(
+        [*GPUOPS, *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+        **options,
+    )
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.mark.lab
+def test_a_fleet_with_a_node_down_as_a_ci_job(lab: Lab, tmp_path: Path) -> None:
+    """Three containers on two Proxmox hosts and two bare nodes, one of them down."""
+    held = [lab.hold("ct129", gpus="0-7"), lab.hold("ct131", gpus="2"), lab.hold("node1", gpus="1")]
+    lab.cut("node2")
+    done = typed(lab, "reset", "-l", "gpu_nodes", "--yes", "--output", f"junit={tmp_path}/x.xml")
+    assert done.returncode == 14, done.stdout + done.stderr
+    cases = ElementTree.parse(tmp_path / "x.xml").getroot()[0]
+    assert {
+        case.attrib["name"]: [each.tag for each in case if each.tag != "system-out"]
+        for case in cases
+    } == {"ct129": [], "ct130": [], "ct131": [], "node1": [], "node2": ["error"]}
+    assert not any(lab.alive(*(each["id"] for each in held)).values())
+    assert done.stdout.splitlines()[0].startswith("node2  unreachable")
+    assert re.search(r"5 hosts: 4 clean, 1 unreachable; 3 processes signalled", done.stdout)
+    lab.mend("node2")
+    again = typed(lab, "verify", "-l", "gpu_nodes", "--json")
+    assert again.returncode == 0, again.stderr
+    assert Report.from_json(again.stdout).clean
+
+
+@pytest.mark.lab
+def test_on_a_terminal_it_asks_and_keeps_to_what_it_showed(lab: Lab) -> None:
+    server = lab.hold("ct129", gpus="0-3")
+
+    def terminal(answer: str) -> tuple[int | None, str]:
+        # typed within the lab's network, by a program that gives it a terminal
+        child = pexpect.spawn(
+            lab.command(GPUOPS)[0],
+            [*lab.command(GPUOPS)[1:], "reset", "-l", "ct129"],
+            encoding="utf-8",
+            timeout=60,
+            dimensions=(24, 100),
+            env={**os.environ, "TERM": "xterm-256color"},
+        )
+        child.expect(r"End this process\? \[y/N\]")
+        shown = str(child.before)
+        child.sendline(answer)
+        child.expect(pexpect.EOF)
+        shown += str(child.before)
+        child.close()
+        return child.exitstatus, shown
+
+    code, shown = terminal("n")
+    assert code == 10 and "nobody was signalled" in shown
+    assert f"python3 (pid {server['pid']}, " in shown
+    assert lab.alive(server["id"])[server["id"]]
+    code, shown = terminal("y")
+    assert code == 0, shown
+    assert not lab.alive(server["id"])[server["id"]]
+    assert "1 host: 1 clean; 1 process signalled" in shown
+
+
+@pytest.mark.lab
+def test_a_plan_that_no_longer_holds_ends_with_2(lab: Lab, tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.json")
+    lab.hold("ct129", gpus="0")
+    assert typed(lab, "plan", "-l", "ct129", "--write", plan).returncode == 10
+    stranger = lab.hold("ct129", gpus="1")
+    done = typed(lab, "reset", "-l", "ct129", "--plan", plan)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "not in the plan" in done.stdout
+    assert lab.alive(stranger["id"])[stranger["id"]]
+
+
+@pytest.mark.lab
+def test_a_reader_that_leaves_does_not_stop_a_reset(lab: Lab) -> None:
+    server = lab.hold("ct129", gpus="0", ignore_term=True)
+    run = lab.popen([*GPUOPS, "reset", "-l", "ct129", "--yes"], stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    run.stdout.close()
+    assert run.wait(60) == 0
+    assert not lab.alive(server["id"])[server["id"]]

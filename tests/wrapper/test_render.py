@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Every rendering, read by the parser of its own format; also when names try to be markup."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from markdown_it import MarkdownIt
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpuops import Report, UsageError
+from gpuops.render import FORMATS, render, write
+from gpuops.report import totals
+from tests.wrapper.conftest import RECORDED, Replay
+from tests.wrapper.test_report import REPORTS
+
+# A command line that would be markup in each of the formats.
+EVIL = "`x` | </td></script><b>&amp; \\ \" ' *a* [b](c) ]]> \x07\x1b[31m ${{ 7*7 }} {{ 7*7 }}\n# d"
+
+
+def json_of(text: str, report: Report) -> None:
+    assert Report.from_json(text) == report
+
+
+def jsonl_of(text: str, report: Report) -> None:
+    read = [json.loads(line) for line in text.splitlines()]
+    assert [each["name"] for each in read] == [host.name for host in report.hosts]
+    assert all(each["schema"] == report.schema for each in read)
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of the first table of a Markdown text, as a reader sees them."""
+    rows: list[list[str]] = []
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    for before, token in pairwise(tokens):
+        if before.type == "tr_open":
+            rows.append([])
+        if before.type == "td_open":
+            rows[-1].append("".join(child.content for child in token.children or []))
+            assert all(child.type in ("text", "text_special") for child in token.children or [])
+        if before.type == "table_close":
+            break
+    return [row for row in rows if row]
+
+
+def markdown_of(text: str, report: Report) -> None:
+    rows = cells(text)
+    assert sorted(row[0] for row in rows) == sorted(
+        " ".join(host.name.split()) for host in report.hosts
+    )
+    assert all(len(row) == 6 for row in rows)
+
+
+def junit_of(text: str, report: Report) -> None:
+    suite = ElementTree.fromstring(text)[0]
+    cases = suite.findall("testcase")
+    assert len(cases) == len(report.hosts) + len(report.skipped) == int(suite.attrib["tests"])
+    for case, host in zip(cases, report.hosts, strict=False):
+        bad = [*case.findall("failure"), *case.findall("error")]
+        assert [each.attrib["type"] for each in bad] == (
+            [] if host.verdict == "clean" else [host.verdict]
+        )
+        assert float(case.attrib["time"]) == pytest.approx(host.timings.get("total", 0.0), abs=1e-2)
+    failed = [case for case in cases if case.findall("failure")]
+    errors = [case for case in cases if case.findall("error")]
+    assert (len(failed), len(errors)) == (
+        int(suite.attrib["failures"]),
+        int(suite.attrib["errors"]),
+    )
+    assert len([case for case in cases if case.findall("skipped")]) == len(report.skipped)
+
+
+def prometheus_of(text: str, report: Report) -> None:
+    families = {each.name: each for each in text_string_to_metric_families(text)}
+    verdicts = {
+        sample.labels["host"]: sample.labels["verdict"]
+        for sample in families["gpuops_verdict"].samples
+        if sample.value
+    }
+    assert verdicts == {host.name: host.verdict for host in report.hosts}
+    assert families["gpuops_run_clean"].samples[0].value == report.clean
+    for sample in families["gpuops_gpu_used_bytes"].samples:
+        host = next(each for each in report.hosts if each.name == sample.labels["host"])
+        used = {(str(gpu.index), gpu.uuid): gpu.used_mib for gpu in host.after}
+        assert sample.value == (used[sample.labels["gpu"], sample.labels["uuid"]] or 0) * 1024**2
+
+
+PARSERS = {
+    "json": json_of,
+    "jsonl": jsonl_of,
+    "markdown": markdown_of,
+    "junit": junit_of,
+    "prometheus": prometheus_of,
+}
+
+
+@pytest.mark.parametrize("format", PARSERS)
+@pytest.mark.parametrize("name", RECORDED)
+def test_each_format_parses_and_says_the_same(replay: Replay, name: str, format: str) -> None:
+    report = replay(name)
+    PARSERS[format](render(report, format), report)
+
+
+def evil(replay: Replay) -> Report:
+    """A report in which the neighbours chose their names with care."""
+    report = replay("reset-blocked")
+    host = report.hosts[0]
+    process = replace(host.killed[0].process, command=EVIL, user=EVIL, owner=EVIL, name=EVIL)
+    bad = replace(
+        host,
+        reason=EVIL,
+        remedy=EVIL,
+        holders=(process,),
+        killed=(replace(host.killed[0], process=process),),
+        spared=(replace(host.spared[0], process=process, reason=EVIL),),
+    )
+    return replace(report, hosts=(bad,), warnings=(EVIL,), totals=totals([bad]))
+
+
+@pytest.mark.parametrize("format", PARSERS)
+def test_a_command_line_that_is_markup_stays_text(replay: Replay, format: str) -> None:
+    report = evil(replay)
+    PARSERS[format](render(report, format), report)
+
+
+def test_markup_is_shown_as_it_was_typed(replay: Replay) -> None:
+    row = cells(render(evil(replay), "markdown"))[0]
+    seen = " ".join(EVIL.split()).replace("\x07", "�").replace("\x1b", "�")
+    assert row[5] == f"{seen}; to do: {seen}"
+    case = ElementTree.fromstring(render(evil(replay), "junit"))[0][0]
+    assert case[0].attrib["message"].startswith("`x` | </td></script><b>&amp; ")
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(REPORTS)
+def test_random_reports_parse(report: Report) -> None:
+    for format in PARSERS:
+        text = render(report, format)
+        if format in ("json", "jsonl"):
+            PARSERS[format](text, report)
+        elif format == "junit":
+            ElementTree.fromstring(text)
+        elif format == "prometheus":
+            list(text_string_to_metric_families(text))
+        else:
+            MarkdownIt("commonmark").enable("table").parse(text)
+
+
+def test_every_format_is_tested() -> None:
+    assert set(FORMATS) - {"html"} == set(PARSERS)
+
+
+# --- files ---
+
+
+def test_a_file_is_there_in_full_or_not_at_all(replay: Replay, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    write(replay("reset-held"), "json", path)
+    assert Report.from_json(path.read_text()) == replay("reset-held")
+    assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_file_that_cannot_be_written_says_so(replay: Replay) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        write(replay("reset-held"), "json", Path("/proc/self/out.json"))
+
+
+def test_bytes_that_are_no_text_do_not_stop_a_file(replay: Replay, tmp_path: Path) -> None:
+    report = replace(replay("reset-held"), warnings=("a\udcffb",))
+    for format in PARSERS:
+        write(report, format, tmp_path / format)
+
+
+def test_an_unknown_format_is_refused(replay: Replay) -> None:
+    with pytest.raises(UsageError, match="write one of json"):
+        render(replay("reset-held"), "pdf")
+
+
+def test_bars_of_nothing_read(replay: Replay) -> None:
+    text: Any = render(replay("status-unknown"), "markdown")
+    assert "unknown" in text
