@@ -47,6 +47,7 @@ lxc.cgroup2.devices.allow = c 136:* rwm
 lxc.cgroup2.devices.allow = c 10:229 rwm
 lxc.cgroup2.devices.allow = c 195:* rwm
 lxc.cgroup2.devices.allow = c 511:* rwm
+lxc.cgroup2.devices.allow = c 508:* rwm
 lxc.mount.entry = tmpfs dev/shm tmpfs nosuid,nodev,create=dir 0 0
 lxc.mount.entry = /proc/driver proc/driver none bind 0 0
 lxc.mount.entry = /proc/driver/devices proc/devices none bind 0 0
@@ -74,14 +75,15 @@ unprivileged: {unprivileged}
 OWN_NODES = """\
 #!/bin/sh
 # Device nodes of the container's own, with other inodes than the host's: as Proxmox's dev0: does.
-cd "$LXC_ROOTFS_MOUNT/dev" || exit 1
+cd "$LXC_ROOTFS_MOUNT/dev" && mkdir -p nvidia-caps || exit 1
 """
 
 
 def node_names(host: Host) -> list[tuple[str, int, int]]:
     """The driver's device nodes: name, major, minor."""
     names = [(f"nvidia{gpu.minor}", 195, gpu.minor) for gpu in host.gpus]
-    return [*names, ("nvidiactl", 195, 255), ("nvidia-uvm", 511, 0), ("nvidia-uvm-tools", 511, 1)]
+    names += [("nvidiactl", 195, 255), ("nvidia-uvm", 511, 0), ("nvidia-uvm-tools", 511, 1)]
+    return [*names, *((f"nvidia-caps/nvidia-cap{n}", 508, n) for n in (1, 2))]
 
 
 def mac_address(container: Container) -> str:

@@ -139,6 +139,10 @@ def hold(spec: Spec) -> None:
         main_thread_exits(spec)
     if kind != "mapped-only":
         open_nodes(minors)
+    if kind == "open-only":
+        # As a monitor that asks NVML does, and a CUDA process does not.
+        for n in (1, 2):
+            os.open(f"/dev/nvidia-caps/nvidia-cap{n}", os.O_PATH)
     if kind != "open-only":
         map_nodes(minors)
     become_user(spec)

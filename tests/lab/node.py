@@ -66,7 +66,7 @@ BASE_NODES = (
     ("tty", 5, 0),
     ("fuse", 10, 229),
 )
-NVIDIA_MAJOR, UVM_MAJOR = 195, 511
+NVIDIA_MAJOR, UVM_MAJOR, CAPS_MAJOR = 195, 511, 508
 
 
 def write(path: Path, text: str, mode: int = 0o644) -> None:
@@ -155,6 +155,7 @@ def proc_devices() -> str:
     lines[at:at] = [
         f"{NVIDIA_MAJOR} nvidia",
         f"{NVIDIA_MAJOR} nvidiactl",
+        f"{CAPS_MAJOR} nvidia-caps",
         f"{UVM_MAJOR} nvidia-uvm",
     ]
     return "\n".join(lines) + "\n"
@@ -165,8 +166,10 @@ def make_dev(dev: Path, host: Host) -> None:
     linux.mount("udev", dev, "tmpfs", linux.MS_NOSUID, "mode=755")
     nodes = [*BASE_NODES, ("nvidiactl", NVIDIA_MAJOR, 255)]
     nodes += [("nvidia-uvm", UVM_MAJOR, 0), ("nvidia-uvm-tools", UVM_MAJOR, 1)]
+    nodes += [(f"nvidia-caps/nvidia-cap{n}", CAPS_MAJOR, n) for n in (1, 2)]
     nodes += [(f"nvidia{gpu.minor}", NVIDIA_MAJOR, gpu.minor) for gpu in host.gpus]
     for name, major, minor in nodes:
+        (dev / name).parent.mkdir(exist_ok=True)
         os.mknod(dev / name, stat.S_IFCHR | 0o666, os.makedev(major, minor))
         (dev / name).chmod(0o666)
     for name, target in (

@@ -218,7 +218,8 @@ def test_open_only(lab: Lab) -> None:
     assert not any(used(lab, "node1"))
     assert not sh(lab, "node1", APPS)
     assert fuser(lab, "node1", 0) == [holder["pid"]]
-    nodes = ["/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"]
+    caps = ["/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap2"]
+    nodes = [*caps, "/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"]
     assert descriptors(lab, "node1", holder["pid"]) == nodes
     assert mapped(lab, "node1", holder["pid"]) == []
 
