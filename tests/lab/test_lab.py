@@ -90,7 +90,7 @@ def test_driver_shows_itself_in_proc(lab: Lab) -> None:
     for host in ("pve1", "ct129", "node1"):
         assert "580.159.04" in sh(lab, host, "cat /proc/driver/nvidia/version")
         assert len(sh(lab, host, "ls /proc/driver/nvidia/gpus").split()) == 8
-        assert sh(lab, host, "grep -c nvidia /proc/devices").strip() == "3"
+        assert sh(lab, host, "grep -c nvidia /proc/devices").strip() == "4"
 
 
 def test_pct_speaks_like_the_real_one(lab: Lab) -> None:
