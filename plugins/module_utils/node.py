@@ -135,7 +135,9 @@ class Node:
         """Find out who this is, and whose; False if it is gone."""
         if not holders.describe(holder):
             return False
-        holder.owner = owners.owner_of(holder.cgroup, holder.namespaces, self.own_namespaces)
+        owner = owners.owner_of(holder.cgroup, holder.namespaces, self.own_namespaces)
+        owner.detail = owners.container_name(owner.kind, owner.id) or owner.detail
+        holder.owner = owner
         return True
 
     def _is_own(self, holder: holders.Holder) -> bool:

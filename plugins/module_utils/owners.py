@@ -11,8 +11,13 @@ as LXC, Docker, Podman, containerd, Kubernetes, Slurm and systemd write them.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 # From include/uapi/linux/nsfs.h: _IO(0xb7, 0x2), the parent of a PID or user namespace.
 NS_GET_PARENT = 0xB702
@@ -44,12 +49,19 @@ _PATTERNS = [
 ]
 
 
+_DETAILS = {
+    "slurm": re.compile(r"/job_\d+/(step_[^/]+)"),
+    "user": re.compile(r"/(session-[^/]+)\.scope"),
+}
+
+
 class Owner:
     """Who a process belongs to.
 
     ``kind`` is one of lxc, pod, docker, podman, containerd, slurm, pidns, unit, user unit, user,
     host or unknown; ``id`` names it within the kind; ``evidence`` is the line that proves it;
-    ``by_namespace`` says that only the PID namespace does, the cgroup having been left.
+    ``by_namespace`` says that only the PID namespace does, the cgroup having been left;
+    ``detail`` is for people: a container's name, a job's step, a user's session.
     """
 
     def __init__(self, kind: str, ident: str, evidence: str, by_namespace: bool = False) -> None:
@@ -57,14 +69,58 @@ class Owner:
         self.id = ident
         self.evidence = evidence
         self.by_namespace = by_namespace
+        self.detail = _detail(kind, evidence)
 
     def __str__(self) -> str:
-        return "%s %s" % (self.kind, self.id) if self.id else self.kind
+        # The ids of containers have 64 letters; twelve are what their own tools print.
+        words = [self.kind, self.id[:12] if len(self.id) == 64 else self.id, self.detail]
+        return " ".join(word for word in words if word)
 
     @property
     def fenced(self) -> bool:
         """True for a container, pod, job or namespace: not of the node that carries it."""
         return self.kind in FENCES
+
+
+def _detail(kind: str, evidence: str) -> str:
+    """What the cgroup says beyond the owner itself."""
+    found = _DETAILS[kind].search(evidence) if kind in _DETAILS else None
+    return found.group(1).replace("_", " ").replace("-", " ") if found else ""
+
+
+def container_name(kind: str, ident: str, root: str = "/") -> str:
+    """The name of a container of this node, from its runtime's own files; ``""`` if they say none.
+
+    Only of this node: in the file system of a container a link may lead anywhere.
+    """
+    try:
+        if kind == "docker":
+            path = "var/lib/docker/containers/%s/config.v2.json" % ident
+            return _word(_json(root, path)["Name"]).lstrip("/")
+        if kind == "podman":
+            for driver in ("overlay", "vfs"):
+                path = "var/lib/containers/storage/%s-containers/containers.json" % driver
+                for each in _json(root, path) or []:
+                    if each["id"] == ident:
+                        return _word(each["names"][0])
+        if kind == "containerd":
+            path = "run/containerd/io.containerd.runtime.v2.task/k8s.io/%s/config.json" % ident
+            return _word(_json(root, path)["annotations"]["io.kubernetes.cri.container-name"])
+    except (KeyError, IndexError, TypeError):
+        pass  # Written in another way than we know: the id is name enough.
+    return ""
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _json(root: str, path: str) -> Any:
+    try:
+        with open(os.path.join(root, path), encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return None
 
 
 def cgroup_paths(text: str) -> list[str]:
