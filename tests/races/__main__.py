@@ -41,7 +41,8 @@ def main() -> int:
 
     def tell(name: str) -> Callable[[Played], None]:
         def line(played: Played) -> None:
-            say(f"{name}: round {played.rounds}, wrong {len(played.wrong)}")
+            last = [each for each in played.wrong if each.startswith(f"round {played.rounds}:")]
+            say("\n".join([f"{name}: round {played.rounds}, wrong {len(played.wrong)}", *last]))
 
         return line
 

@@ -51,12 +51,17 @@ class Operator:
     masters: Path
     began: float
 
-    def kill(self, everything: bool) -> None:
-        """SIGKILL to the command itself, or to all that it started here as well."""
-        if everything:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+    def kill(self) -> None:
+        """SIGKILL to the command itself, and to nothing that it has started."""
         self.process.kill()
+
+    def belongs(self, pid: int) -> bool:
+        """Is that a process of this command? ssh's kept connections have lost their environment."""
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+        return str(self.record).encode() in environment or str(self.masters) in command_line(pid)
 
     def result(self) -> Run:
         """Wait for its end, and say what it did."""
@@ -114,8 +119,7 @@ class Site:
 
     def close(self) -> None:
         """End everything that was started, and take the lab away."""
-        for operator in self.operators:
-            operator.kill(everything=True)
+        for operator in list(self.operators):
             self.forget(operator)
         self.lab.down()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -151,19 +155,23 @@ class Site:
         return operator
 
     def forget(self, operator: Operator) -> None:
-        """Close the connections that an operator kept, and what is left of his command."""
-        sockets = {str(path) for path in operator.masters.iterdir()}
-        for file in (self.lab.paths.cgroup / "controller").rglob("cgroup.procs"):
-            for pid in file.read_text().split():
-                line = command_line(int(pid))
-                if str(operator.masters) in line or any(path in line for path in sockets):
-                    with suppress(OSError):
-                        kill_exactly(int(pid), linux.start_time(int(pid)), signal.SIGKILL)
+        """Close the connections that an operator kept, and end what is left of his command."""
+        self.kill_all(operator)
         if operator.process.stdout:
             operator.process.stdout.close()
         operator.process.wait()
         shutil.rmtree(operator.masters, ignore_errors=True)
         self.operators.remove(operator)
+
+    def kill_all(self, operator: Operator) -> None:
+        """SIGKILL to a command and all that it has started here, each by its PID."""
+        operator.kill()
+        for file in (self.lab.paths.cgroup / "controller").rglob("cgroup.procs"):
+            for pid in map(int, file.read_text().split()):
+                with suppress(OSError):
+                    start = linux.start_time(pid)
+                    if operator.belongs(pid):
+                        kill_exactly(pid, start, signal.SIGKILL)
 
     def answer(self, operator: Operator, played: Played) -> Run:
         """The result of a command that should come to its end."""
@@ -171,7 +179,7 @@ class Site:
             run = operator.result()
         except subprocess.TimeoutExpired:
             played.say(f"did not end within {LONGEST} s")
-            operator.kill(everything=True)
+            self.kill_all(operator)
             run = operator.result()
         for words in ("Traceback", "internal error", "MODULE FAILURE"):
             if words in run.words:
@@ -341,7 +349,11 @@ class Site:
         """SIGKILL to ansible-playbook alone, or to all its processes."""
         if self.world.ours():
             played.counts["while something of ours ran on the node"] += 1
-        operator.kill(everything=self.random.random() < 0.5)
+        everything = self.random.random() < 0.5
+        played.counts["with all its processes" if everything else "alone"] += 1
+        if everything:
+            self.kill_all(operator)
+        operator.kill()
         since = time.monotonic()
         if operator.process.stdout:
             operator.process.stdout.close()

@@ -85,7 +85,9 @@ def of_pids(name: str, result: Result) -> Row:
 
 def of_played(name: str, played: Played) -> Row:
     """A race on the lab as a row."""
-    note = f"nothing of ours on the node after {played.longest_left:.1f} s at most"
+    note = f"longest until nothing of ours was on the node {played.longest_left:.1f} s"
+    if any("still on the node" in each for each in played.wrong):
+        note = f"not always gone after {played.longest_left:.0f} s"
     return Row(name, played.rounds, played.wrong, played.counts, note)
 
 
