@@ -132,6 +132,12 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             help=f"Also write the report as {', '.join(FORMATS)}; without =FILE to stdout. "
             "May be given several times.",
         ),
+        "log_dir": click.option(
+            "--log-dir",
+            metavar="DIR",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Where the history is kept. Default: $XDG_STATE_HOME/gpuops.",
+        ),
         "verbose": click.option(
             "-v",
             "--verbose",
@@ -148,7 +154,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return add
 
 
-RUN = ("timeout", "json", "output", "verbose")
+RUN = ("timeout", "json", "output", "log_dir", "verbose")
 
 
 @click.group(
@@ -164,6 +170,8 @@ def gpuops() -> None:
     gpuops plan -l ct129         whom would a reset signal?
     gpuops reset -l ct129        from held to clean, step by step
     gpuops verify -l ct129       wait until clean, or say why not
+
+    To begin: gpuops init writes an inventory, gpuops doctor says whether it works.
     """
 
 
@@ -253,6 +261,126 @@ def report(
     sys.exit(found.exit_code)
 
 
+@gpuops.command()
+@options("limit", "log_dir")
+@click.option(
+    "--since",
+    metavar="WHEN",
+    help="Only runs since then: 7d, 12h, 30m ago, or a date such as 2026-11-01.",
+)
+@click.option("--json", "json_", is_flag=True, help="One JSON document a line instead of text.")
+def history(limit: str, log_dir: Path | None, since: str | None, json_: bool) -> None:
+    """Tell when hosts were last proved clean, and who held them before.
+
+    Each run of status, plan, reset and verify is remembered. HOSTS are names here, with
+    wildcards as in 'ct*'; groups of the inventory are not known.
+
+    \b
+    gpuops history -l ct129 --since 7d
+    gpuops history -l 'ct*' --since 2026-11-01 --json
+    """
+    from gpuops import history as log
+    from gpuops.errors import UsageError
+    from gpuops.text import plain
+
+    try:
+        moment = log.moment(since) if since else None
+    except ValueError as error:
+        raise UsageError(
+            f"--since is '{since}'", "write a time ago, as 7d or 12h, or a date, as 2026-11-01"
+        ) from error
+    names = ["*" if name == "all" else name for name in limit.split(",")]
+    where = log_dir or log.folder()
+    entries = log.read(where, names, moment)
+    if json_:
+        import json
+
+        for each in entries:
+            click.echo(json.dumps(each))
+        return
+    said = False
+    for line in log.tell(entries):
+        said = True
+        click.echo(plain(line))
+    if not said:
+        click.echo(
+            f"no run on {limit} is remembered in {where}{f' since {since}' if since else ''}"
+        )
+
+
+@gpuops.command(epilog=EXIT_CODES)
+@options("limit", "inventory", "timeout", "verbose")
+def doctor(limit: str, inventory: tuple[str, ...], timeout: float | None, verbose: int) -> None:
+    """Find out whether machines can be reached, what they lack, and which GPUs they have.
+
+    Changes nothing. Who holds the GPUs does not matter here: the exit code is 0 if every machine
+    can be reached and read. Of each machine the first thing that stands in the way is named.
+
+    \b
+    gpuops doctor -l all
+    """
+    from gpuops import api
+    from gpuops import doctor as findings
+    from gpuops.errors import Interrupted
+    from gpuops.text import plain
+
+    def say(found: findings.Finding) -> None:
+        well, text, remedy = found
+        line = f"{'ok  ' if well else 'BAD '} {text}" + (f"; to do: {remedy}" if remedy else "")
+        click.echo(plain(line))
+
+    for each in findings.here():
+        say(each)
+    try:
+        output = _to_stderr if verbose else None
+        report = api.status(
+            limit,
+            inventory or None,
+            timeout=timeout,
+            verbosity=max(0, verbose - 1),
+            output=output,
+        )
+    except Interrupted as error:
+        report = error.report
+    for each in findings.there(report):
+        say(each)
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}")
+    sys.exit(findings.exit_code(report))
+
+
+@gpuops.command()
+@click.argument(
+    "file", type=click.Path(dir_okay=False, path_type=Path), default=Path("inventory/hosts.yml")
+)
+def init(file: Path) -> None:
+    """Write a commented inventory to start from; never over one that is there.
+
+    FILE is inventory/hosts.yml if it is not given: there the other commands find it.
+
+    \b
+    gpuops init && $EDITOR inventory/hosts.yml && gpuops doctor -l all
+    """
+    from importlib.resources import files
+
+    from gpuops.errors import UsageError
+
+    text = files("gpuops").joinpath("hosts.yml").read_text(encoding="utf-8")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError as error:
+        raise UsageError(
+            f"{file} is there already", "name another file, or edit that one"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be written ({error.strerror})", "name another file"
+        ) from error
+    click.echo(f"wrote {file}: put your machines in, then type gpuops doctor -l all -i {file}")
+
+
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -321,6 +449,7 @@ def _run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fa
     verbosity = given.pop("verbose")
     inventory = given.pop("inventory") or None
     limit = given.pop("limit")
+    log_dir = given.pop("log_dir")
     with _screen(targets) as screen:
         common = {
             **given,
@@ -334,8 +463,23 @@ def _run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fa
         except Interrupted as error:
             found = error.report
         screen.close()
+        _remember(found, log_dir)
         _show(found, targets, screen)
     sys.exit(found.exit_code)
+
+
+def _remember(report: Report, log_dir: Path | None) -> None:
+    """Add the run to the history; that this cannot be done must not hide what was found."""
+    from gpuops import history
+
+    where = log_dir or history.folder()
+    try:
+        history.append(report, where)
+    except OSError as error:
+        _to_stderr(
+            f"gpuops: the history in {where} cannot be written ({error.strerror})\n"
+            "        name another folder with --log-dir"
+        )
 
 
 def _ask_and_reset(limit: str, inventory: Any, common: dict[str, Any], screen: Screen) -> Report:

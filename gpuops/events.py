@@ -25,6 +25,7 @@ from gpuops.report import (
     Verdict,
     totals,
 )
+from gpuops.text import squeeze
 
 OURS = "gpuops.gpu."
 # Verbs whose last word on a host is the certificate of gpu_verify.
@@ -125,7 +126,8 @@ class Collector:
             self._batch(ours, result)
         elif kind == "runner_on_unreachable":
             # For a batch this is every host's own to say, and it overrules this one.
-            seen.unreachable = squeeze(str(result.get("msg", ""))) or "no connection"
+            words = squeeze(str(result.get("msg", ""))).removeprefix("Task failed: ")
+            seen.unreachable = words or "no connection"
             seen.own, seen.certificate = {}, ""
             self._tell(seen, "done")
         elif kind == "runner_on_failed" and not data.get("ignore_errors"):
@@ -332,14 +334,6 @@ class Collector:
 def seen_action(verb: str) -> str:
     """The action whose result is the last word on a host where nothing is certified."""
     return "gpu_release" if verb == "plan" else "gpu_state"
-
-
-ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
-
-def squeeze(text: str) -> str:
-    """One line, without colours."""
-    return " ".join(ANSI.sub("", text).split())
 
 
 def _text(value: Any) -> str:

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from gpuops.events import Step
 from gpuops.report import SEVERITY, Gpu, Host, Report, Totals, signalled, totals
+from gpuops.text import plain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -155,7 +156,7 @@ class Screen:
 
     def say(self, text: str, style: str = "") -> None:
         """One line."""
-        self._safely(lambda: print(text, file=self.stream, flush=True))
+        self._safely(lambda: print(plain(text), file=self.stream, flush=True))
 
     def result(self, report: Report) -> None:
         """The result, in full."""
@@ -218,7 +219,7 @@ class LiveScreen(Screen):
         """One line, above the table."""
         from rich.text import Text
 
-        self._safely(lambda: self.console.print(Text(text, style=style), soft_wrap=True))
+        self._safely(lambda: self.console.print(Text(plain(text), style=style), soft_wrap=True))
 
     def table(self) -> RenderableType:
         """The hosts, those first that need a look; what does not fit is counted."""
@@ -247,7 +248,7 @@ class LiveScreen(Screen):
                 step.host,
                 Text(str(step.verdict) if done else step.phase, style=colour if done else "bold"),
                 gpus,
-                "" if done else f"waits for {step.waits_for}" if step.waits_for else "",
+                "" if done else f"waits for {plain(step.waits_for)}" if step.waits_for else "",
             )
         return Group(table, Text(self.count(order[room:]), style="dim"))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuops.errors import UsageError
 from gpuops.report import SEVERITY, Report, signalled
+from gpuops.text import plain
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -40,12 +41,12 @@ def render(report: Report, format: str) -> str:
     template = FORMATS[format][0]
     if template:
         return _fill(template, report)
-    plain: dict[str, Callable[[Report], str]] = {
+    makers: dict[str, Callable[[Report], str]] = {
         "json": lambda each: each.to_json() + "\n",
         "jsonl": json_lines,
         "prometheus": prometheus,
     }
-    return plain[format](report)
+    return makers[format](report)
 
 
 def json_lines(report: Report) -> str:
@@ -142,7 +143,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(cell=_cell, plain=_plain, code=_code)
+    environment.filters.update(cell=_cell, plain=plain, code=_code)
     environment.globals.update(signalled=signalled)
     return environment
 
@@ -151,20 +152,9 @@ def _fill(template: str, report: Report) -> str:
     return _environment().get_template(template).render(report=report)
 
 
-# Characters that a command line may have and that XML cannot say, nor should any text.
-CONTROL = {number: "�" for number in [*range(9), 11, 12, *range(14, 32), 127, 0xFFFE, 0xFFFF]} | {
-    number: "�" for number in range(0xD800, 0xE000)
-}
-
-
-def _plain(text: Any) -> str:
-    """Without control characters."""
-    return str(text).translate(CONTROL)
-
-
 def _cell(text: Any) -> str:
     """For a cell of a Markdown table: on one line, and nothing in it is markup."""
-    words = " ".join(_plain(text).split())
+    words = " ".join(plain(text).split())
     for mark in "\\`*_[]<>|#~&":
         words = words.replace(mark, "\\" + mark)
     return words
@@ -172,7 +162,7 @@ def _cell(text: Any) -> str:
 
 def _code(text: Any) -> str:
     """As code in Markdown, whatever is in it."""
-    words = " ".join(_plain(text).split()) or " "
+    words = " ".join(plain(text).split()) or " "
     fence = "`"
     while fence in words:
         fence += "`"

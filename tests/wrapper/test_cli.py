@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 import pexpect
 import pytest
+import yaml
 
 from gpuops import Interrupted, Report, api, cli
 from tests.lab import Lab
@@ -356,3 +357,56 @@ def test_a_reader_that_leaves_does_not_stop_a_reset(lab: Lab) -> None:
     run.stdout.close()
     assert run.wait(60) == 0
     assert not lab.alive(server["id"])[server["id"]]
+
+
+# --- to begin with ---
+
+
+def test_init_writes_an_inventory_and_never_over_one(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "new/hosts.yml"
+    assert call("init", str(file)).code == 0
+    sample = yaml.safe_load(file.read_text())["all"]["children"]
+    assert sample["gpu_nodes"]["hosts"]["ct129"]["gpuops_proxmox_host"] == "pve1"
+    file.write_text("mine")
+    done = call("init", str(file))
+    assert done.code == 2 and "is there already" in done.err
+    assert file.read_text() == "mine"
+
+
+def test_init_and_the_sample_of_the_checkout_say_the_same(root: Path) -> None:
+    """Everything but the commands at the top."""
+
+    def body(path: Path) -> str:
+        return path.read_text().partition("\n\n")[2]
+
+    assert body(root / "gpuops/hosts.yml") == body(root / "inventory/hosts.yml")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("status-held", 0, "ok   ct129: reached through pve1 for container 129, 2 NVIDIA H200"),
+        ("status-unknown", 13, "BAD  ct129: unknown through pve1 for container 129: "),
+        ("reset-unreachable", 14, "BAD  ct130: unreachable through pve1"),
+        ("reset-refused", 2, "BAD  ct129: refused: gpuops_scope is"),
+    ],
+)
+def test_doctor(
+    call: Call, monkeypatch: pytest.MonkeyPatch, replay: Replay, name: str, code: int, says: str
+) -> None:
+    monkeypatch.setattr(api, "status", lambda *_, **__: replay(name))
+    done = call("doctor", "-l", "all")
+    assert done.code == code
+    assert says in done.out and "ok   ansible-core 2." in done.out
+
+
+@pytest.mark.lab
+def test_doctor_names_what_a_machine_lacks(lab: Lab) -> None:
+    lab.fault("ct131", "smi-missing")
+    lab.cut("node2")
+    done = typed(lab, "doctor", "-l", "gpu_nodes")
+    assert done.returncode == 14, done.stdout + done.stderr
+    said = {line[:11]: line for line in done.stdout.splitlines()}
+    assert "8 NVIDIA H200 (driver 580.159.04), clean" in said["ok   node1: "[:11]]
+    assert "nvidia-smi is not installed" in said["BAD  ct131: "[:11]]
+    assert "unreachable" in said["BAD  node2: "[:11]]

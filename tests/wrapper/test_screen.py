@@ -198,3 +198,13 @@ def test_a_terminal_that_is_closed_gets_nothing(replay: Replay) -> None:
 def test_bars() -> None:
     assert [mark for mark, _ in bars((0, 1, 50, 100, None), (100,) * 5)] == list("·▁▅█?")
     assert [mark for mark, _ in bars((7,), (None,))] == ["█"]
+
+
+def test_a_command_line_cannot_move_the_cursor(replay: Replay) -> None:
+    report = replay("reset-held")
+    host = replace(report.hosts[0], reason="\x1b[2J\x1b]0;title\x07\x9b31mred")
+    for stream in (io.StringIO(), Terminal()):
+        with screen(stream) as shown:
+            shown.result(replace(report, hosts=(host,)))
+        text = CODES.sub("", stream.getvalue())
+        assert "�[2J" in text and "\x07" not in text and "\x9b" not in text

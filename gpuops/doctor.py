@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Is everything there that a reset needs: on this side, and on each machine of the inventory?"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+
+from gpuops import runner
+from gpuops.errors import GpuopsError
+from gpuops.report import EXIT_CODES, Host, Report, worst
+
+# Verdicts with which a machine could be reached and read, whoever holds its GPUs.
+READABLE = ("clean", "held", "blocked", "unkillable")
+
+Finding = tuple[bool, str, str]
+"""Whether it is well, what was found, and what to do."""
+
+
+def here() -> Iterator[Finding]:
+    """What this side needs."""
+    found = runner.versions()
+    for name in ("ansible-core", "ansible-runner"):
+        if name in found:
+            yield True, f"{name} {found[name]}", ""
+        else:
+            yield False, f"there is no {name}", f"pip install {name}"
+    try:
+        yield True, runner.program("ansible-playbook")[0], ""
+    except GpuopsError as error:
+        yield False, error.what, error.remedy
+    ssh = shutil.which("ssh")
+    yield bool(ssh), ssh or "there is no ssh", "" if ssh else "install the OpenSSH client"
+
+
+def there(report: Report) -> Iterator[Finding]:
+    """What a status found out about each machine; of what stands in the way, the first thing."""
+    for host in report.hosts:
+        if host.verdict in READABLE:
+            yield True, f"{host.name}: reached{_way(host)}, {_gpus(host)}, {host.verdict}", ""
+            for problem in host.problems:
+                yield True, f"{host.name}: {problem}", ""
+        else:
+            yield False, f"{host.name}: {host.verdict}{_way(host)}: {host.reason}", host.remedy
+    for each in report.skipped:
+        yield True, f"{each.name}: {each.reason}", ""
+
+
+def exit_code(report: Report) -> int:
+    """0 if every machine can be reached and read, else the worst one's."""
+    if report.ended == "interrupted":
+        return 130
+    bad = [host.verdict for host in report.hosts if host.verdict not in READABLE]
+    return EXIT_CODES[worst(bad)] if bad or not report.hosts else 0
+
+
+def _way(host: Host) -> str:
+    return f" through {host.route}" if host.route not in ("", host.name) else ""
+
+
+def _gpus(host: Host) -> str:
+    kinds = Counter(gpu.name for gpu in host.after)
+    named = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "no GPU"
+    drivers = sorted({gpu.driver for gpu in host.after if gpu.driver})
+    return f"{named} (driver {', '.join(drivers)})" if drivers else named
