@@ -32,7 +32,7 @@ Exit codes (the worst of all hosts wins):
  130  Ctrl-C; the report so far is shown
 """
 
-FORMATS = ("json", "jsonl", "markdown", "junit", "prometheus")
+FORMATS = ("json", "jsonl", "markdown", "junit", "prometheus", "html")
 
 
 class Output(click.ParamType):  # type: ignore[type-arg]

@@ -26,6 +26,7 @@ FORMATS = {
     "markdown": ("report.md.j2", ".md"),
     "junit": ("junit.xml.j2", ".xml"),
     "prometheus": ("", ".prom"),
+    "html": ("report.html.j2", ".html"),
 }
 
 

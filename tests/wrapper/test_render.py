@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import struct
+import subprocess
+import zlib
 from dataclasses import replace
+from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -93,7 +99,55 @@ def prometheus_of(text: str, report: Report) -> None:
         assert sample.value == (used[sample.labels["gpu"], sample.labels["uuid"]] or 0) * 1024**2
 
 
+class Page(HTMLParser):
+    """A strict reader: every tag is closed, in order; counts cells, and keeps the texts."""
+
+    VOID = ("meta", "link", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another"
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def cells(self, kind: str = "") -> int:
+        """How many GPUs are drawn, without the legend."""
+        return sum(
+            tag == "i" and "data-legend" not in attrs and f"gpu {kind}" in (attrs["class"] or "")
+            for tag, attrs in self.tags
+        )
+
+
+def html_of(text: str, report: Report) -> None:
+    page = Page(text)
+    gpus = [gpu for host in report.hosts for gpu in (*host.before, *host.after)]
+    assert page.cells() == len(gpus)
+    assert page.cells("zero") == sum(gpu.used_mib == 0 for gpu in gpus)
+    assert page.cells("none") == sum(gpu.used_mib is None for gpu in gpus)
+    allowed = {"html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "h3", "p"}
+    allowed |= {"span", "b", "i", "section", "div", "small", "article", "header", "br"}
+    assert {tag for tag, _ in page.tags} <= allowed | {"ul", "li", "code"}
+    for _, attrs in page.tags:
+        assert not [name for name in attrs if name.startswith("on")]
+        assert {attrs.get("src"), attrs.get("href")} <= {None, "data:,"}
+
+
 PARSERS = {
+    "html": html_of,
     "json": json_of,
     "jsonl": jsonl_of,
     "markdown": markdown_of,
@@ -148,6 +202,8 @@ def test_random_reports_parse(report: Report) -> None:
             PARSERS[format](text, report)
         elif format == "junit":
             ElementTree.fromstring(text)
+        elif format == "html":
+            html_of(text, report)
         elif format == "prometheus":
             list(text_string_to_metric_families(text))
         else:
@@ -155,7 +211,7 @@ def test_random_reports_parse(report: Report) -> None:
 
 
 def test_every_format_is_tested() -> None:
-    assert set(FORMATS) - {"html"} == set(PARSERS)
+    assert set(FORMATS) == set(PARSERS)
 
 
 # --- files ---
@@ -192,3 +248,78 @@ def test_an_unknown_format_is_refused(replay: Replay) -> None:
 def test_bars_of_nothing_read(replay: Replay) -> None:
     text: Any = render(replay("status-unknown"), "markdown")
     assert "unknown" in text
+
+
+# --- the page in a real browser ---
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SHOTS = Path(__file__).parents[2] / "build" / "wrapper"
+
+
+def sized(replay: Replay, hosts: int) -> Report:
+    """A report over so many hosts: held, blocked, unkillable, unreachable, and the rest clean."""
+    names = ("reset-held", "reset-blocked", "reset-unkillable", "reset-unreachable")
+    some = [host for name in names for host in replay(name).hosts]
+    every = [replace(some[n % len(some)], name=f"host{n:03}") for n in range(min(hosts, 8))]
+    clean = replay("reset-clean").hosts[0]
+    eight = replace(clean, before=clean.before * 4, after=clean.after * 4)
+    every += [replace(eight, name=f"host{n:03}") for n in range(len(every), hosts)]
+    return replace(replay("reset-held"), hosts=tuple(every), totals=totals(every))
+
+
+def browse(page: Path, *options: str) -> tuple[str, str]:
+    """What Chromium makes of a page: its document and what it complained of."""
+    assert CHROMIUM
+    argv = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    argv += ["--enable-logging=stderr", f"--user-data-dir={page.parent / 'profile'}", *options]
+    done = subprocess.run([*argv, page.as_uri()], capture_output=True, text=True, timeout=60)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def first_pixel(png: Path) -> tuple[int, int, int]:
+    """The pixel in the upper left corner: the page's background."""
+    data = png.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    place, packed = 8, b""
+    while place < len(data):
+        size, kind = struct.unpack(">I4s", data[place : place + 8])
+        packed += data[place + 8 : place + 8 + size] if kind == b"IDAT" else b""
+        place += size + 12
+    red, green, blue = zlib.decompress(packed)[1:4]
+    return red, green, blue
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("hosts", [1, 8, 500])
+def test_the_page_in_a_browser(replay: Replay, tmp_path: Path, hosts: int) -> None:
+    report = sized(replay, hosts)
+    page = tmp_path / "report.html"
+    write(report, "html", page)
+    dom, complaints = browse(page, "--dump-dom")
+    assert complaints == ""
+    gpus = sum(len(host.before) + len(host.after) for host in report.hosts)
+    assert (
+        len(re.findall(r'<i class="gpu \w+"(?! data-legend| style="--full:.6" data)', dom)) == gpus
+    )
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    shot = SHOTS / f"{hosts}-hosts.png"
+    browse(page, "--window-size=1200,1500", f"--screenshot={shot}")
+    assert first_pixel(shot) == (255, 255, 255)
+    if hosts == 8:
+        dark = SHOTS / "8-hosts-dark.png"
+        scheme = "--blink-settings=preferredColorScheme=0"
+        browse(page, scheme, "--window-size=1200,1500", f"--screenshot={dark}")
+        assert max(first_pixel(dark)) < 40
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_names_that_are_markup_do_nothing_in_a_browser(replay: Replay, tmp_path: Path) -> None:
+    page = tmp_path / "evil.html"
+    report = evil(replay)
+    bad = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+    hosts = (replace(report.hosts[0], reason=bad, name=bad),)
+    write(replace(report, hosts=hosts), "html", page)
+    dom, complaints = browse(page, "--dump-dom")
+    assert complaints == ""
+    assert "<title>GPUs: reset ct129: blocked</title>" in dom
+    assert "<script" not in dom and "<img" not in dom
