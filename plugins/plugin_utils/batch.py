@@ -11,8 +11,11 @@ out of its leader's batch, so that Ansible's own ok, changed and failed stay tru
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shlex
+import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +30,9 @@ PACKAGE = "ansible_collections.gpuops.gpu.plugins.module_utils"
 READERS = ("deadline", "owners", "nvidia_smi")
 REST = ("holders", "signals", "turns", "verdict", "node")
 SENTINEL = "gpuops-answer "
+
+# From include/uapi/linux/prctl.h.
+PR_SET_PDEATHSIG = 1
 
 # -I and -S: no environment, no site-packages: faster, and nothing there can get in the way.
 PYTHON_FLAGS = "-IS"
@@ -62,6 +68,16 @@ readers = parent.nvidia_smi.Readers(request["targets"]) if os.geteuid() == 0 els
 load({rest!r})
 parent.node.main(request, readers)
 """
+
+
+def end_with_controller() -> None:
+    """Have the kernel end this worker when ``ansible-playbook`` is killed.
+
+    A worker is a process group of its own and would wait on, and with it the program on the node.
+    Its own handler of SIGTERM then ends its ssh, and the node notices that nobody listens.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class NoResult(Exception):
@@ -146,6 +162,7 @@ class BatchAction(ActionBase):
                 wrap_async=self._task.async_val,
             )
             return ran
+        end_with_controller()
         command = f"{shlex.quote(self.interpreter(task_vars))} {PYTHON_FLAGS} -"
         ran = self._low_level_execute_command(
             command, in_data=program(self.request(args)).encode("utf-8")
