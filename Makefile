@@ -21,7 +21,7 @@ ROLES = $(patsubst roles/%/,gpuops.gpu.%,$(wildcard roles/*/))
 # that it does not know, so its output has to be looked at too.
 document = for each in $(MODULES:%=module:%) $(ROLES:%=role:%); do kind=$${each%%:*} name=$${each\#*:}; $(1); done
 
-.PHONY: help setup packages lint test unit demo bench gpu-test docs wheel clean
+.PHONY: help setup packages lint test unit demo bench races gpu-test docs wheel clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' Makefile | expand -t 14
@@ -64,7 +64,9 @@ lint: setup ## ruff, mypy, ansible-lint, and every module and role has documenta
 	@$(call document,text=$$($(BIN)/ansible-doc -t $$kind $$name); \
 	  [[ $$text == *$$name* ]] || { echo "lint: $$kind $$name has no documentation" >&2; exit 1; })
 
+# The HTML report is looked at in a browser, which nothing else needs.
 test: lint ## everything that needs no GPU: set up, lint, all tests
+	@$(MAKE) packages LAB_PACKAGES=tests/wrapper/packages.txt
 	$(BIN)/pytest --ignore=tests/gpu $(PYTEST_ARGS)
 
 unit: setup ## the fast tests only
@@ -75,6 +77,9 @@ demo: setup ## watch a reset in the lab, from held to clean
 
 bench: setup ## measure against the typed one-liner, in the lab
 	$(BIN)/python -m tests.bench
+
+races: setup ## the race tests with their full numbers, 15 minutes; writes docs/races.md
+	$(BIN)/python -m tests.races
 
 gpu-test: ## tests on a real NVIDIA GPU (root, idle GPU, no network); writes docs/real-gpu.md
 	bash tests/gpu/run.sh $(PYTEST_ARGS)
