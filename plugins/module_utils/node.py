@@ -117,8 +117,7 @@ class Node:
         """
         apps, problems = self.session.apps()
         if problems:
-            self._apps_readable = False
-            self.problems.append("the driver's list of processes: %s" % problems[0])
+            self.do_without_list(problems[0])
             return True
         complete = True
         for app in apps:
@@ -130,6 +129,11 @@ class Node:
                 holder.evidence.setdefault("gpu%d" % minor, set()).add("driver list")
                 holder.used_mib[minor] = app.used_mib
         return complete
+
+    def do_without_list(self, why: str) -> None:
+        """Ask for the driver's list of processes no more."""
+        self._apps_readable = False
+        self.problems.append("the driver's list of processes: %s" % why)
 
     def identify(self, holder: holders.Holder) -> bool:
         """Find out who this is, and whose; False if it is gone."""
@@ -322,9 +326,11 @@ class Work:
 
     def state(self) -> dict[str, Any]:
         """Look and read, and take the second reading too if it can prove something."""
-        self.node.look(self.began, self.target.holders_only)  # while nvidia-smi answers
         self.count_nodes()
         self.read()
+        if self.session.lost:
+            # One call that hangs is enough: the driver's list would be the second.
+            self.node.do_without_list(self.session.lost)
         self.look(self.began)
         if self.all_zero():
             self.read()
