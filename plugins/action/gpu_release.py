@@ -42,6 +42,7 @@ class ActionModule(BatchAction):
         for name, host in answer.get("hosts", {}).items():
             host["earlier"] = args["earlier"].get(name, [])
             host["rung"] = args["rung"]["name"]
+            host["proved_at"] = time.time() - (answer["seconds"] - host.get("done", 0.0))
         return answer
 
     def take(self, batch: Any, name: str) -> dict[str, Any]:
@@ -50,7 +51,8 @@ class ActionModule(BatchAction):
         rounds = batch.get("results", [batch]) if isinstance(batch, dict) else []
         last = {host: each for one in rounds for host, each in one.get("hosts", {}).items()}
         taken["proved"] = bool(last) and all(each["verdict"] == "clean" for each in last.values())
-        taken["taken"] = time.time()
+        # The oldest of them counts: the hosts agree on whether the proof is still fresh.
+        taken["taken"] = min((each.get("proved_at", 0.0) for each in last.values()), default=0.0)
         return taken
 
     def merge(self, rounds: list[dict[str, Any]]) -> dict[str, Any]:

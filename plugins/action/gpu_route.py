@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,11 @@ class ActionModule(ActionBase):
                 remedy = "name its containers instead, for example -l ct129"
                 return dict(result, failed=True, msg=f"{name}: {reason}; {remedy}")
             return dict(result, **found)
-        # A group for each acting host: the first of its hosts that is still in the play leads.
-        group = "gpuops_on_" + sha256(found["acting"].encode()).hexdigest()[:12]
+        # A group for each acting host: the first of its hosts that is still in the play leads. Its
+        # ladder and patience are the others', so only hosts with the same ones are in a group.
+        alike = [own.get(key) for key in sorted(own) if key.startswith("gpuops_verify_")]
+        key = json.dumps([found["acting"], rungs, alike], default=str)
+        group = "gpuops_on_" + sha256(key.encode()).hexdigest()[:12]
         return dict(result, **self.group_by(group, task_vars), **found, rungs=rungs, group=group)
 
     def group_by(self, group: str, task_vars: dict[str, Any]) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class Work:
         self.session = session
         self.earlier = earlier
         # No look may be older than this.
-        self.began = node.began
+        self.began = max(node.began, session.opened)
         self.readings: list[nvidia_smi.Reading] = []
         self.view = verdict.View()
         self.scan: holders.Scan | None = None
@@ -463,9 +463,14 @@ class Work:
         return [holder for holder in self.concerned() if SELECTIONS[select](holder, dirty)]
 
     def concerned(self) -> list[holders.Holder]:
-        """Those of mine that hold a GPU this run is about; all, if it is about all GPUs."""
+        """Those of mine that hold a GPU this run is about, or none but the control nodes.
+
+        What a container sees is what it is about: the Proxmox host may have other GPUs, and with
+        the scope ``everything`` their holders are in scope too.
+        """
         asked = {gpu.minor for gpu in self.wanted()}
-        return [holder for holder in self.view.mine if not self.target.gpus or holder.gpus & asked]
+        whole = not self.target.gpus and not (self.target.vmid and self.target.scope != "container")
+        return [holder for holder in self.view.mine if whole or holder.gpus & asked]
 
     def signal_all(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
         """Signal each of these that is still itself, still in scope, and still holds a device.
@@ -503,12 +508,20 @@ class Work:
             self.read()
         grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
         self.first_signal = time.monotonic()
+        home = self.node.home(self.target)
         outcome: dict[str, str] = {}
-        for holder in chosen:
+        for holder, grip in zip(chosen, grips):
             directory = holders.mps_directory(holder.pid)
-            if directory not in outcome:
-                outcome[directory] = self.session.quit_mps(directory)
-            self.actions.append(action(holder, rung, outcome[directory]))
+            if not grip.same() or self.node.why_not(self.target, holder, home):
+                result = "changed"
+            elif holder.namespaces[:1] != [home]:
+                # Its pipes are in a file system of its own: the same path here is another daemon's.
+                result = "out of reach"
+            else:
+                if directory not in outcome:
+                    outcome[directory] = self.session.quit_mps(directory)
+                result = outcome[directory]
+            self.actions.append(action(holder, rung, result))
         return grips
 
     def wait(self, grips: list[signals.Grip], rung: dict[str, Any], watch: float) -> None:
@@ -724,6 +737,15 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
 def _serve(
     node: Node, target: verdict.Target, session: nvidia_smi.Session, request: dict[str, Any]
 ) -> dict[str, Any]:
+    result = _work(node, target, session, request)
+    # When it was so: an old proof must not pass for a fresh one because the batch took long.
+    result["done"] = time.monotonic() - node.began
+    return result
+
+
+def _work(
+    node: Node, target: verdict.Target, session: nvidia_smi.Session, request: dict[str, Any]
+) -> dict[str, Any]:
     work = Work(node, target, session, request["earlier"].get(target.name, []))
     try:
         if request["verb"] == "state":
@@ -760,6 +782,7 @@ def bare_result(name: str, judged: verdict.Verdict) -> dict[str, Any]:
         "plan": [],
         "refused": "",
         "timings": {},
+        "done": 0.0,
         "problems": [],
     }
 

@@ -297,6 +297,7 @@ class Session:
         self.timeout = timeout
         self.lost = "%s: %s" % (place, stuck) if stuck else ""
         self.pid = 0
+        self.opened = time.monotonic()
         self._ready = False
         self._buffer = b""
         self._asked: list[float] = []

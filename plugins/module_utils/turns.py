@@ -40,15 +40,16 @@ class Turn:
 
     def take(self, patience: float) -> float | None:
         """Wait for the turn; returns the seconds waited, or ``None`` if ``patience`` ran out."""
-        began = time.monotonic()
+        waited = 0.0
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return time.monotonic() - began
+                return waited
             except OSError:
-                if time.monotonic() - began > patience:
+                if waited > patience:
                     return None
                 time.sleep(0.05)
+                waited += 0.05
 
     def was_told(self, holder: holders.Holder, signal: str) -> bool:
         """Has a run sent this very process this signal, one that need not be repeated?"""

@@ -217,7 +217,8 @@ def judge(target: Target, readings: list[nvidia_smi.Reading], view: View, nodes:
             return Verdict(UNKNOWN, problem, remedy_for(problem))
     gpus = [gpu for gpu in readings[-1].gpus if target.wants(gpu)]
     words = [judge_gpu(target, gpu, view) for gpu in gpus]
-    loose = [holder for holder in view.mine if not holder.gpus and not target.gpus]
+    whole = not target.gpus and not (target.vmid and target.scope != "container")
+    loose = [holder for holder in view.mine if not holder.gpus and whole]
     if loose:
         words.append(UNKILLABLE if any(holder.pid in view.stuck for holder in loose) else HELD)
     word = max(words, key=SEVERITY.index)

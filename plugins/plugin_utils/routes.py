@@ -84,9 +84,10 @@ def scope(variables: Mapping[str, Any], vmid: int) -> str:
     """
     value = str(variables.get("gpuops_scope") or ("container" if vmid else "node"))
     kind, colon, name = value.partition(":")
-    known = {"everything": False, "container" if vmid else "node": False, "job": True}
+    known = {"everything": False, "container" if vmid else "node": False}
     if not vmid:
-        known["user"] = True
+        # In a container all belong to the container; jobs and users can be told apart on a node.
+        known.update(job=True, user=True)
     if known.get(kind) is not bool(name) or (colon and not name):
         choices = ", ".join(f"{word}:NAME" if named else word for word, named in known.items())
         raise RouteError(f"gpuops_scope is '{value}'; write one of {choices}")

@@ -262,6 +262,8 @@ def host(verdict: str, name: str = "ct129", **more: Any) -> dict[str, Any]:
         "plan": [],
         "refused": "",
         "timings": {},
+        "done": 0.2,
+        "proved_at": 1000.0,
         "rung": "terminate",
         **more,
     }
@@ -380,6 +382,12 @@ def test_a_plan_that_was_refused_fails_the_host_in_a_sentence() -> None:
     assert "actions" not in mine
 
 
+def test_a_proof_is_as_old_as_the_oldest_reading_in_it() -> None:
+    early = {"hosts": {"ct129": host("clean", proved_at=1000.0), "ct130": host("held", "ct130")}}
+    late = {"hosts": {"ct130": host("clean", "ct130", proved_at=1060.0)}}
+    assert taken({"results": [early, late]})["taken"] == 1000.0
+
+
 def test_an_unreachable_batch_proves_nothing() -> None:
     assert taken({"unreachable": True, "msg": "no route"})["proved"] is False
 
@@ -445,7 +453,7 @@ def shape(value: Any, at: str = "") -> Any:
         return {key: shape(each, key) for key, each in sorted(value.items())}
     if isinstance(value, list):
         return [shape(each, at) for each in value]
-    return type(value).__name__ if at in ("seconds", "processes") else value
+    return type(value).__name__ if at in ("seconds", "processes", "done", "proved_at") else value
 
 
 def test_the_fast_path_and_the_plain_module_agree(
@@ -551,6 +559,6 @@ def test_a_run_without_root_is_a_verdict_like_any_other(
     assert "must be root" in bare["reason"]
     # What does not need a look at the machine is all there.
     unseen = {"place", "inside", "scope", "holders_only", "readings", "scan"}
-    assert set(bare) == set(full) - {"rung", "earlier"} - unseen
+    assert set(bare) == set(full) - {"rung", "earlier", "proved_at"} - unseen
     merged = taken({"hosts": {"node1": {**bare, "rung": "kill"}}}, name="node1")
     assert (merged["verdict"], merged["actions"]) == ("unknown", [])

@@ -340,7 +340,6 @@ def test_the_message_names_the_variable_that_is_wrong() -> None:
         (0, "user:ada"),
         (129, "everything"),
         (129, "container"),
-        (129, "job:6"),
     ],
 )
 def test_scopes(vmid: int, scope: str) -> None:
@@ -359,6 +358,7 @@ def test_scopes(vmid: int, scope: str) -> None:
         (0, "all"),
         (129, "node"),
         (129, "user:ada"),
+        (129, "job:6"),
         (129, ":"),
         (129, ["container"]),
     ],
