@@ -159,12 +159,6 @@ def innermost(text: str) -> Owner | None:
     return found
 
 
-def in_container(text: str, vmid: int) -> bool:
-    """Does this ``/proc/PID/cgroup`` lie below Proxmox's ``lxc/VMID``?"""
-    owner = owner_from_cgroup(text)
-    return owner is not None and owner.kind == "lxc" and owner.id == str(vmid)
-
-
 def pid_namespaces(pid: int) -> list[int]:
     """The PID namespaces (inode numbers) of a process, its own first, then the parents we may see.
 
