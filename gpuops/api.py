@@ -246,6 +246,7 @@ def _run(
             inventory=inventory,
             variables=variables,
             check=check and verb == "reset",
+            words=output is not None,
             verbosity=verbosity,
             timeout=timeout,
             cancel=cancel,

@@ -118,9 +118,9 @@ class Collector:
         action = str(data.get("resolved_action") or data.get("task_action") or "")
         ours = action.removeprefix(OURS) if action.startswith(OURS) else ""
         result = data.get("res")
-        if kind == "runner_on_start" or not isinstance(result, Mapping):
-            if kind == "runner_on_start" and ours:
-                self._starts(seen, ours)
+        if name not in self.steps:
+            self._tell(seen, "route")
+        if not isinstance(result, Mapping):
             return
         if isinstance(result.get("hosts"), Mapping):
             self._batch(ours, result)
@@ -137,19 +137,16 @@ class Collector:
         elif kind == "runner_on_ok" and ours and "verdict" in result:
             self._said(seen, ours, result)
 
-    def _starts(self, seen: _Seen, ours: str) -> None:
-        if seen.own and ours == "gpu_state":
-            self._tell(seen, "verify")
-        elif not seen.look and ours in ("gpu_state", "gpu_release"):
-            self._tell(seen, "look" if ours == "gpu_state" or not seen.ladder else seen.ladder[0])
-        elif ours == "gpu_route":
-            self._tell(seen, "route")
-
     def _routed(self, seen: _Seen, result: Mapping[str, Any]) -> None:
         seen.route, seen.acting = str(result["route"]), str(result["acting"])
         target = result.get("target") or {}
         seen.vmid = int(target.get("vmid") or 0)
         seen.ladder = [str(rung["name"]) for rung in result.get("rungs") or []]
+        if self.verb == "verify":
+            self._tell(seen, "verify")
+        else:
+            climbs = seen.ladder and self.verb != "status"
+            self._tell(seen, seen.ladder[0] if climbs else "look")
 
     def _batch(self, ours: str, result: Mapping[str, Any]) -> None:
         """What the acting host says of all hosts that it stands for."""

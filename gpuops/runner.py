@@ -25,6 +25,7 @@ from typing import Any
 from gpuops.errors import AnsibleError, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
+CALLBACKS = Path(__file__).resolve().parent / "callback"
 COLLECTION = "gpuops.gpu"
 
 # Seconds between looks at whether the run was cancelled.
@@ -61,6 +62,7 @@ def run(
     inventory: Inventory | None = None,
     variables: Mapping[str, Any] | None = None,
     check: bool = False,
+    words: bool = False,
     verbosity: int = 0,
     timeout: float | None = None,
     cancel: threading.Event | None = None,
@@ -68,6 +70,7 @@ def run(
     """Run a playbook to its end, and give each event to ``take``.
 
     :param playbook: its name in the collection, such as ``reset_gpus``.
+    :param words: have all that Ansible says as well, in ``stdout`` of events of all kinds.
     :param timeout: seconds after which the run is ended.
     :param cancel: ends the run when it is set.
 
@@ -78,6 +81,9 @@ def run(
     folder = tempfile.mkdtemp(prefix="gpuops-")
     try:
         config = _configure(folder, playbook, limit, inventory, variables, check, verbosity)
+        if not words:
+            config.env["ANSIBLE_STDOUT_CALLBACK"] = "gpuops_events"
+            config.env["ANSIBLE_CALLBACK_PLUGINS"] += f":{CALLBACKS}"
         with _swallow(Path(config.artifact_dir, "command")):
             _Job(config, take).run(timeout, cancel)
     finally:
