@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from gpuops._version import __version__
-
-if TYPE_CHECKING:
-    from gpuops.report import Report
-    from gpuops.screen import Screen
+from gpuops.options import RUN, options
 
 EXIT_CODES = """\b
 Exit codes (the worst of all hosts wins):
@@ -31,130 +27,6 @@ Exit codes (the worst of all hosts wins):
   14  unreachable
  130  Ctrl-C; the report so far is shown
 """
-
-FORMATS = ("json", "jsonl", "markdown", "junit", "prometheus", "html")
-
-
-class Output(click.ParamType):  # type: ignore[type-arg]
-    """``FORMAT`` or ``FORMAT=FILE``."""
-
-    name = "FORMAT[=FILE]"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, Path | None]:
-        """Split it; an unknown format, or a folder that is not there, is wrong usage."""
-        format, equals, file = str(value).partition("=")
-        if format not in FORMATS:
-            self.fail(f"there is no format '{format}'; write one of {', '.join(FORMATS)}")
-        if equals and (
-            not file or Path(file).is_dir() or not Path(file).absolute().parent.is_dir()
-        ):
-            self.fail(f"'{file}' cannot be a file; name one in a folder that is there")
-        return format, Path(file) if equals else None
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[click.shell_completion.CompletionItem]:
-        """The formats."""
-        from click.shell_completion import CompletionItem
-
-        return [CompletionItem(each) for each in FORMATS if each.startswith(incomplete)]
-
-
-def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options of these names, in this order."""
-    every = {
-        "limit": click.option(
-            "-l",
-            "--limit",
-            metavar="HOSTS",
-            required=True,
-            help="Hosts or groups of the inventory, with commas between; 'all' for all.",
-        ),
-        "inventory": click.option(
-            "-i",
-            "--inventory",
-            metavar="FILE",
-            multiple=True,
-            help="Inventory file or folder. Default: what Ansible's configuration says, "
-            "else inventory/hosts.yml.",
-        ),
-        "gpus": click.option(
-            "--gpus",
-            metavar="LIST",
-            help="Only these GPUs: index, UUID or PCI address, with commas between.",
-        ),
-        "scope": click.option(
-            "--scope",
-            metavar="SCOPE",
-            help="Whose processes count: job:ID, user:NAME or everything. "
-            "Default: the container's, or those that run directly on the node.",
-        ),
-        "profile": click.option(
-            "--profile",
-            metavar="NAME",
-            help="Which steps are taken: gentle (SIGTERM first, the default) or now (SIGKILL).",
-        ),
-        "check": click.option(
-            "--check", is_flag=True, help="Only say who would be signalled; change nothing."
-        ),
-        "yes": click.option("-y", "--yes", is_flag=True, help="Do not ask before signalling."),
-        "plan": click.option(
-            "--plan",
-            metavar="FILE",
-            type=click.Path(exists=True, dir_okay=False),
-            help="Signal nobody who is not in this plan, written by gpuops plan --write.",
-        ),
-        "write": click.option(
-            "--write",
-            metavar="FILE",
-            type=click.Path(dir_okay=False),
-            help="Write the plan to a file, for gpuops reset --plan.",
-        ),
-        "timeout": click.option(
-            "--timeout",
-            metavar="SECONDS",
-            type=click.FloatRange(min=0, min_open=True),
-            help="End the run after that long; hosts without an answer are unknown then.",
-        ),
-        "json": click.option(
-            "--json",
-            "json_",
-            is_flag=True,
-            help="The same as --output json: the report, on stdout.",
-        ),
-        "output": click.option(
-            "--output",
-            "outputs",
-            type=Output(),
-            multiple=True,
-            help=f"Also write the report as {', '.join(FORMATS)}; without =FILE to stdout. "
-            "May be given several times.",
-        ),
-        "log_dir": click.option(
-            "--log-dir",
-            metavar="DIR",
-            type=click.Path(file_okay=False, path_type=Path),
-            help="Where the history is kept. Default: $XDG_STATE_HOME/gpuops.",
-        ),
-        "verbose": click.option(
-            "-v",
-            "--verbose",
-            count=True,
-            help="Show Ansible's own output too, on stderr; more with -vv.",
-        ),
-    }
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in reversed(names):
-            function = every[name](function)
-        return function
-
-    return add
-
-
-RUN = ("timeout", "json", "output", "log_dir", "verbose")
 
 
 @click.group(
@@ -175,6 +47,13 @@ def gpuops() -> None:
     """
 
 
+def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = False) -> NoReturn:
+    """Import what a run needs, and run."""
+    from gpuops import verbs
+
+    verbs.run(verb, given, more, asks)
+
+
 @gpuops.command(epilog=EXIT_CODES)
 @options("limit", "inventory", "gpus", "scope", *RUN)
 def status(**given: Any) -> None:
@@ -184,7 +63,7 @@ def status(**given: Any) -> None:
     gpuops status -l ct129
     gpuops status -l gpu_nodes --json
     """
-    _run("status", given, {})
+    run("status", given, {})
 
 
 @gpuops.command(epilog=EXIT_CODES)
@@ -196,7 +75,7 @@ def plan(write: str | None, **given: Any) -> None:
     gpuops plan -l ct129
     gpuops plan -l ct129 --write ct129.plan && gpuops reset -l ct129 --plan ct129.plan
     """
-    _run("plan", given, {"write": write})
+    run("plan", given, {"write": write})
 
 
 @gpuops.command(epilog=EXIT_CODES)
@@ -212,7 +91,7 @@ def reset(check: bool, yes: bool, plan: str | None, **given: Any) -> None:
     gpuops reset -l gpu_nodes --yes --output junit=gpus.xml
     """
     asks = not (yes or check or plan) and sys.stdin.isatty() and sys.stderr.isatty()
-    _run("reset", given, {"check": check, "plan": plan}, asks)
+    run("reset", given, {"check": check, "plan": plan}, asks)
 
 
 @gpuops.command(epilog=EXIT_CODES)
@@ -223,7 +102,7 @@ def verify(**given: Any) -> None:
     \b
     gpuops verify -l gpu_nodes --output junit=gpus.xml
     """
-    _run("verify", given, {})
+    run("verify", given, {})
 
 
 @gpuops.command(epilog=EXIT_CODES)
@@ -244,6 +123,7 @@ def report(
     gpuops report night.json
     gpuops report night.json --output markdown=night.md
     """
+    from gpuops import verbs
     from gpuops.errors import UsageError
     from gpuops.report import Report, json_schema
 
@@ -256,8 +136,11 @@ def report(
         raise UsageError("no report was named", "write gpuops report FILE, or - for standard input")
     with click.open_file(file, "rb") as stream:
         found = Report.from_json(stream.read())
-    targets = _targets(json_, outputs)
-    _show(found, targets, _screen(targets, live=False))
+    targets = verbs.targets_of(json_, outputs)
+    problems = list(verbs.write_files(found, targets))
+    verbs.show(found, targets, verbs.screen_for(targets, live=False))
+    for problem in problems:
+        raise problem
     sys.exit(found.exit_code)
 
 
@@ -322,6 +205,7 @@ def doctor(limit: str, inventory: tuple[str, ...], timeout: float | None, verbos
     from gpuops import api
     from gpuops import doctor as findings
     from gpuops.errors import Interrupted
+    from gpuops.screen import Screen
     from gpuops.text import plain
 
     def say(found: findings.Finding) -> None:
@@ -331,21 +215,21 @@ def doctor(limit: str, inventory: tuple[str, ...], timeout: float | None, verbos
 
     for each in findings.here():
         say(each)
-    try:
-        output = _to_stderr if verbose else None
-        report = api.status(
-            limit,
-            inventory or None,
-            timeout=timeout,
-            verbosity=max(0, verbose - 1),
-            output=output,
-        )
-    except Interrupted as error:
-        report = error.report
+    with Screen(sys.stderr) as words:
+        try:
+            report = api.status(
+                limit,
+                inventory or None,
+                timeout=timeout,
+                verbosity=max(0, verbose - 1),
+                output=words.say if verbose else None,
+            )
+        except Interrupted as error:
+            report = error.report
     for each in findings.there(report):
         say(each)
     for warning in report.warnings:
-        click.echo(f"warning: {warning}")
+        click.echo(f"warning: {plain(warning)}")
     sys.exit(findings.exit_code(report))
 
 
@@ -401,122 +285,6 @@ def completion(shell: str) -> None:
     click.echo(found(gpuops, {}, "gpuops", "_GPUOPS_COMPLETE").source())
 
 
-# --- running ---
-
-Targets = list[tuple[str, Path | None]]
-
-
-def _targets(json_: bool, outputs: Iterable[tuple[str, Path | None]]) -> Targets:
-    """What is to be written where; standard output holds one document only."""
-    from gpuops.errors import UsageError
-
-    targets = [*outputs, *([("json", None)] if json_ else [])]
-    if sum(file is None for _, file in targets) > 1:
-        raise UsageError(
-            "more than one format is to go to standard output", "write --output FORMAT=FILE"
-        )
-    return targets
-
-
-def _screen(targets: Targets, live: bool = True) -> Screen:
-    """For people: on stderr if stdout is for a program."""
-    from gpuops import screen
-
-    stream: IO[str] = sys.stderr if any(file is None for _, file in targets) else sys.stdout
-    return screen.screen(stream) if live else screen.final(stream)
-
-
-def _show(report: Report, targets: Targets, screen: Screen) -> None:
-    """The result for people, then for programs."""
-    from gpuops import render
-
-    screen.result(report)
-    for format, file in targets:
-        if file is not None:
-            render.write(report, format, file)
-    for format, file in targets:
-        if file is None:
-            sys.stdout.write(render.render(report, format))
-            sys.stdout.flush()
-
-
-def _run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = False) -> NoReturn:
-    """Run a verb, show what came of it, and end with its exit code."""
-    from gpuops import api
-    from gpuops.errors import Interrupted
-
-    targets = _targets(given.pop("json_"), given.pop("outputs"))
-    verbosity = given.pop("verbose")
-    inventory = given.pop("inventory") or None
-    limit = given.pop("limit")
-    log_dir = given.pop("log_dir")
-    with _screen(targets) as screen:
-        common = {
-            **given,
-            "watch": screen.watch,
-            "verbosity": max(0, verbosity - 1),
-            "output": _to_stderr if verbosity else None,
-        }
-        call = functools.partial(getattr(api, verb), limit, inventory, **common, **more)
-        try:
-            found = _ask_and_reset(limit, inventory, common, screen) if asks else call()
-        except Interrupted as error:
-            found = error.report
-        screen.close()
-        _remember(found, log_dir)
-        _show(found, targets, screen)
-    sys.exit(found.exit_code)
-
-
-def _remember(report: Report, log_dir: Path | None) -> None:
-    """Add the run to the history; that this cannot be done must not hide what was found."""
-    from gpuops import history
-
-    where = log_dir or history.folder()
-    try:
-        history.append(report, where)
-    except OSError as error:
-        _to_stderr(
-            f"gpuops: the history in {where} cannot be written ({error.strerror})\n"
-            "        name another folder with --log-dir"
-        )
-
-
-def _ask_and_reset(limit: str, inventory: Any, common: dict[str, Any], screen: Screen) -> Report:
-    """Show whom a reset would signal, ask, and then signal these and nobody else."""
-    import tempfile
-
-    from gpuops import api
-    from gpuops import screen as show
-
-    with tempfile.TemporaryDirectory(prefix="gpuops-plan-") as folder:
-        file = Path(folder, "plan.json")
-        planned = api.plan(limit, inventory, write=file, **common)
-        names = [host.name for host in planned.hosts if host.verdict in PLANNED]
-        if planned.ended or not names or not file.exists():
-            return planned
-        if planned.totals.killed:
-            screen.close()
-            for line in show.whom(planned):
-                screen.say(line)
-            count = "this process" if planned.totals.killed == 1 else "these processes"
-            if not click.confirm(f"End {count}?", err=True):
-                screen.say("nobody was signalled")
-                return planned
-        screen.open()
-        done = api.reset(names, inventory, plan=file, **common)
-        return show.joined(done, planned, limit)
-
-
-# Hosts with these verdicts are in a plan; the others could not be looked at.
-PLANNED = ("clean", "held", "blocked")
-
-
-def _to_stderr(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
 # --- starting, and errors ---
 
 
@@ -536,7 +304,7 @@ def main() -> NoReturn:
     except click.exceptions.Exit as error:
         code = error.exit_code
     except click.Abort:
-        code = _complain("interrupted", "nobody was signalled", 130)
+        code = _complain("interrupted", "gpuops status tells how things are", 130)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "gpuops"
@@ -544,7 +312,7 @@ def main() -> NoReturn:
     except GpuopsError as error:
         code = _complain(error.what, error.remedy, 2)
     except KeyboardInterrupt:
-        code = _complain("interrupted", "nobody was signalled", 130)
+        code = 130
     except BrokenPipeError:
         code = 0
     except SystemExit as error:

@@ -45,7 +45,7 @@ class Step:
     """By GPU, in the last reading."""
     total_mib: tuple[int | None, ...] = ()
     waits_for: str = ""
-    """Who is being waited for: the acting host, and the processes that were there last."""
+    """Who is being waited for: the processes that were there last, and the acting host."""
 
 
 @dataclass(slots=True)
@@ -198,14 +198,14 @@ class Collector:
         if self.watch is None:
             return
         gpus = seen.look.get("gpus") or []
-        holders = [str(each.get("name")) for each in seen.look.get("holders") or []]
+        holders = dict.fromkeys(str(each.get("name")) for each in seen.look.get("holders") or [])
         step = Step(
             host=seen.name,
             phase=phase,
             verdict=self._verdict(seen)[0] if phase == "done" else seen.look.get("verdict"),
             used_mib=tuple(gpu.get("used_mib") for gpu in gpus),
             total_mib=tuple(gpu.get("total_mib") for gpu in gpus),
-            waits_for=", ".join(filter(None, [seen.acting, *dict.fromkeys(holders)])),
+            waits_for=" on ".join(filter(None, [", ".join(holders), seen.acting])),
         )
         if step != self.steps.get(seen.name):
             self.steps[seen.name] = step

@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """What people see: a live table on a terminal, plain lines on a pipe, and the result at the end.
 
-Whatever reads the output may be slow, or gone: then nothing more is shown, and the run goes on.
+Whatever reads the output may be slow, stopped or gone: the run goes on all the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from gpuops.events import Step
-from gpuops.report import SEVERITY, Gpu, Host, Report, Totals, signalled, totals
+from gpuops.report import SEVERITY, Gpu, Host, Report, Totals, signalled
 from gpuops.text import plain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
 # So many hosts are shown one by one when they are clean; of more, only their number.
 FEW = 20
-# Seconds between two drawings of the table.
-REDRAW = 0.1
+# Seconds between two looks at whether the table has to be drawn again.
+REDRAW = 0.25
 # Phases that are no rung of the ladder.
 QUIET = ("route", "look", "verify")
 
@@ -128,12 +130,20 @@ def whom(report: Report) -> Iterator[str]:
 class Screen:
     """Plain lines, for pipes and files; the base of the live table.
 
+    A thread of its own writes, so that a terminal that is slow or stopped, or a reader that does
+    not read, holds up nothing but itself.
+
     :param stream: where to write.
     """
+
+    # Seconds after which `tick` is called again while there is nothing to write; None for never.
+    pause: float | None = None
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
         self.gone = False
+        self.queue: queue.Queue[Callable[[], Any]] = queue.Queue()
+        threading.Thread(target=self._write, name="gpuops-screen", daemon=True).start()
 
     def __enter__(self) -> Self:
         self.open()
@@ -146,17 +156,18 @@ class Screen:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+        self.wait()
 
     def watch(self, step: Step) -> None:
         """A host has come further. Only rungs are worth a line: the result comes at the end."""
         if step.phase in QUIET or step.phase == "done" or step.verdict is None:
             return
         used = " ".join("?" if mib is None else str(mib) for mib in step.used_mib)
-        self.say(f"{step.host}: {step.phase} (used MiB: {used}; {step.waits_for})")
+        self.say(f"{step.host}: {step.phase}, waits for {step.waits_for} (used MiB: {used})")
 
     def say(self, text: str, style: str = "") -> None:
         """One line."""
-        self._safely(lambda: print(plain(text), file=self.stream, flush=True))
+        self.queue.put(lambda: self._print(plain(text) + "\n"))
 
     def result(self, report: Report) -> None:
         """The result, in full."""
@@ -169,6 +180,27 @@ class Screen:
     def close(self) -> None:
         """Leave the screen to others."""
 
+    def tick(self) -> None:
+        """Draw again what has changed."""
+
+    def wait(self) -> None:
+        """Return when all that was said so far has been written, however long that takes."""
+        self.queue.join()
+
+    def _print(self, text: str) -> None:
+        self.stream.write(text)  # in one piece: other threads write to standard error too
+        self.stream.flush()
+
+    def _write(self) -> None:
+        while True:
+            try:
+                write = self.queue.get(timeout=self.pause)
+            except queue.Empty:
+                self._safely(self.tick)
+                continue
+            self._safely(write)
+            self.queue.task_done()
+
     def _safely(self, write: Callable[[], Any]) -> None:
         """Write, unless nobody reads any more."""
         if self.gone:
@@ -180,10 +212,14 @@ class Screen:
 
 
 class LiveScreen(Screen):
-    """A table that is drawn anew as hosts come further, one line a host."""
+    """A table that is drawn anew as hosts come further, one line a host.
 
-    def __init__(self, stream: IO[str]) -> None:
-        super().__init__(stream)
+    :param live: whether there is a table at all; without it, only the result comes, in colour.
+    """
+
+    pause = REDRAW
+
+    def __init__(self, stream: IO[str], live: bool = True) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -194,68 +230,84 @@ class LiveScreen(Screen):
                 raise BrokenPipeError
 
         self.console: Console = Quiet(file=stream, highlight=False, emoji=False)
-        self.live = Live(console=self.console, auto_refresh=False, transient=True)
+        self.live = Live(
+            console=self.console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self.is_live = live
         self.steps: dict[str, Step] = {}
-        self.began = time.monotonic()
-        self.drawn = 0.0
+        self.drawn: dict[str, Step] = {}
+        self.began = self.drawn_at = time.monotonic()
+        super().__init__(stream)
 
     def open(self) -> None:
         """Show the table, until :meth:`close`."""
-        self._safely(self.live.start)
+        if self.is_live:
+            self.queue.put(self.live.start)
 
     def close(self) -> None:
         """Take the table away; what is said from then on stays."""
-        self._safely(self.live.stop)
+        self.queue.put(self.live.stop)
 
     def watch(self, step: Step) -> None:
-        """Draw the table again, unless that was done a moment ago."""
+        """Note it, for the next drawing."""
         self.steps[step.host] = step
-        now = time.monotonic()
-        if now - self.drawn >= REDRAW:
-            self.drawn = now
-            self._safely(lambda: self.live.update(self.table(), refresh=True))
 
     def say(self, text: str, style: str = "") -> None:
         """One line, above the table."""
         from rich.text import Text
 
-        self._safely(lambda: self.console.print(Text(plain(text), style=style), soft_wrap=True))
+        line = Text(plain(text), style=style)
+        self.queue.put(lambda: self.console.print(line, soft_wrap=True))
 
-    def table(self) -> RenderableType:
+    def tick(self) -> None:
+        """Draw the table again if something has changed, and every second for the clock."""
+        steps, now = dict(self.steps), time.monotonic()
+        if self.live.is_started and (steps != self.drawn or now - self.drawn_at >= 1):
+            self.drawn, self.drawn_at = steps, now
+            self.live.update(self.table(steps.values()), refresh=True)
+
+    def table(self, steps: Collection[Step]) -> RenderableType:
         """The hosts, those first that need a look; what does not fit is counted."""
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        steps = BLOCKS if "utf" in self.console.encoding.lower() else DIGITS
-        table = Table(box=None, pad_edge=False, show_edge=False, expand=False)
-        for name, options in (
-            ("host", {"no_wrap": True, "max_width": max(8, self.console.width // 3)}),
-            ("now", {"no_wrap": True}),
-            ("GPUs", {"no_wrap": True}),
-            ("", {"no_wrap": True, "overflow": "ellipsis"}),
-        ):
-            table.add_column(name, **options)
-        order = sorted(self.steps.values(), key=_urgency)
+        order = sorted(steps, key=_urgency)
         room = max(3, self.console.height - 4)
-        for step in order[:room]:
-            gpus = Text()
-            for character, colour in bars(step.used_mib, step.total_mib, steps):
-                gpus.append(character, style=colour)
-            done = step.phase == "done"
-            colour = COLOURS.get(step.verdict or "", "")
-            table.add_row(
-                step.host,
-                Text(str(step.verdict) if done else step.phase, style=colour if done else "bold"),
-                gpus,
-                "" if done else f"waits for {plain(step.waits_for)}" if step.waits_for else "",
-            )
-        return Group(table, Text(self.count(order[room:]), style="dim"))
+        names = max([4, *(len(step.host) for step in order[:room])])
+        names = min(names, max(8, self.console.width // 3))
+        gpus = max([4, *(len(step.used_mib) for step in order[:room])])
+        rows = [Text(f"{'host':<{names}}  {'now':<11}  {'GPUs':<{gpus}}", style="bold")]
+        rows += [self._row(step, names, gpus) for step in order[:room]]
+        rows.append(Text(self.count(steps, order[room:]), style="dim"))
+        for row in rows:
+            row.truncate(self.console.width, overflow="ellipsis")
+        return Group(*rows)
 
-    def count(self, left: Sequence[Step]) -> str:
+    def _row(self, step: Step, names: int, gpus: int) -> Text:
+        from rich.text import Text
+
+        done = step.phase == "done"
+        now = str(step.verdict) if done else step.phase
+        name = Text(f"{plain(step.host):<{names}}")
+        name.truncate(names, overflow="ellipsis")
+        row = name.append("  ")
+        row.append(f"{now:<11}", style=COLOURS.get(now, "") if done else "bold").append("  ")
+        steps = BLOCKS if "utf" in self.console.encoding.lower() else DIGITS
+        for character, colour in bars(step.used_mib, step.total_mib, steps):
+            row.append(character, style=colour)
+        if not done and step.waits_for:
+            row.append(" " * (2 + gpus - len(step.used_mib)))
+            row.append(f"waits for {plain(step.waits_for)}", style="dim")
+        return row
+
+    def count(self, steps: Collection[Step], left: Sequence[Step]) -> str:
         """What is not shown, and how far the whole is."""
-        done = [step for step in self.steps.values() if step.phase == "done"]
-        text = f"{len(done)} of {len(self.steps)} hosts done, {time.monotonic() - self.began:.0f} s"
+        done = [step for step in steps if step.phase == "done"]
+        text = f"{len(done)} of {len(steps)} hosts done, {time.monotonic() - self.began:.0f} s"
         if left:
             clean = sum(step.phase == "done" and step.verdict == "clean" for step in left)
             text += f"; {len(left)} not shown here, {clean} of these clean"
@@ -271,34 +323,14 @@ def _urgency(step: Step) -> tuple[int, int, str]:
     return (1 if severity else 2, -severity, step.host)
 
 
-def screen(stream: IO[str]) -> Screen:
-    """The screen that fits: a table on a terminal that can draw one, else lines."""
+def screen(stream: IO[str], live: bool = True) -> Screen:
+    """The screen that fits: colours on a terminal that has them, else plain lines.
+
+    :param live: whether it may draw a table.
+    """
     terminal = False
     with contextlib.suppress(ValueError, OSError):
         terminal = stream.isatty()
     if terminal and os.environ.get("TERM", "") not in ("", "dumb", "unknown"):
-        return LiveScreen(stream)
+        return LiveScreen(stream, live)
     return Screen(stream)
-
-
-def final(stream: IO[str]) -> Screen:
-    """For a result alone: in colour on a terminal, without a table."""
-    found = screen(stream)
-    found.close()
-    return found
-
-
-def joined(done: Report, planned: Report, limit: str) -> Report:
-    """A reset's report, with the hosts that its plan could not look at and that it left out."""
-    names = {host.name for host in done.hosts}
-    hosts = (*done.hosts, *(host for host in planned.hosts if host.name not in names))
-    return replace(
-        done,
-        limit=limit,
-        started=planned.started,
-        seconds=round(done.seconds + planned.seconds, 3),
-        hosts=hosts,
-        skipped=planned.skipped,
-        warnings=tuple(dict.fromkeys([*planned.warnings, *done.warnings])),
-        totals=totals(hosts, len(planned.skipped)),
-    )

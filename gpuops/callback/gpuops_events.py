@@ -23,7 +23,7 @@ OURS = "gpuops.gpu."
 Everything: Any = callback_loader.get("awx_display", class_only=True)
 
 
-class CallbackModule(Everything):
+class CallbackModule(Everything):  # type: ignore[misc]
     """The first sight of each host, the results of our modules, all failures, and the recap."""
 
     CALLBACK_NAME = "gpuops_events"

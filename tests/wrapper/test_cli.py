@@ -19,7 +19,7 @@ import pexpect
 import pytest
 import yaml
 
-from gpuops import Interrupted, Report, api, cli
+from gpuops import Interrupted, Report, api, cli, options
 from tests.lab import Lab
 from tests.wrapper.conftest import RECORDED, Replay
 
@@ -177,10 +177,10 @@ def test_json_on_stdout_is_alone_there(call: Call, answers: Any, replay: Replay)
 
 def test_several_outputs_at_once(call: Call, answers: Any, tmp_path: Path) -> None:
     answers("verify", "verify-held")
-    outputs = [f"{format}={tmp_path / format}" for format in cli.FORMATS]
+    outputs = [f"{format}={tmp_path / format}" for format in options.FORMATS]
     done = call("verify", "-l", "all", *(word for each in outputs for word in ("--output", each)))
     assert done.code == 10
-    assert {path.name for path in tmp_path.iterdir()} >= set(cli.FORMATS)
+    assert {path.name for path in tmp_path.iterdir()} >= set(options.FORMATS)
     assert ElementTree.parse(tmp_path / "junit").getroot().attrib["failures"] == "1"
 
 
@@ -204,7 +204,7 @@ def test_the_schema_is_printed(call: Call) -> None:
 def test_formats_agree_with_those_of_the_renderings() -> None:
     from gpuops.render import FORMATS
 
-    assert tuple(FORMATS) == cli.FORMATS
+    assert tuple(FORMATS) == options.FORMATS
 
 
 # --- help and completion ---
@@ -347,16 +347,6 @@ def test_a_plan_that_no_longer_holds_ends_with_2(lab: Lab, tmp_path: Path) -> No
     assert done.returncode == 2, done.stdout + done.stderr
     assert "not in the plan" in done.stdout
     assert lab.alive(stranger["id"])[stranger["id"]]
-
-
-@pytest.mark.lab
-def test_a_reader_that_leaves_does_not_stop_a_reset(lab: Lab) -> None:
-    server = lab.hold("ct129", gpus="0", ignore_term=True)
-    run = lab.popen([*GPUOPS, "reset", "-l", "ct129", "--yes"], stdout=subprocess.PIPE)
-    assert run.stdout is not None
-    run.stdout.close()
-    assert run.wait(60) == 0
-    assert not lab.alive(server["id"])[server["id"]]
 
 
 # --- to begin with ---

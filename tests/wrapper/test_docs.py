@@ -17,7 +17,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuops import cli
+from gpuops import cli, options
 from gpuops.report import EXIT_CODES
 from tests.lab import Lab
 
@@ -50,7 +50,7 @@ def test_all_four_kinds_are_there() -> None:
 def test_exit_codes_and_formats_are_those_of_the_program() -> None:
     told = dict(re.findall(r"^\| (\d+) \| `(\w+)` \|", TEXT, re.M))
     assert {word: int(code) for code, word in told.items()} == EXIT_CODES
-    for format in cli.FORMATS:
+    for format in options.FORMATS:
         assert f"| `{format}` |" in TEXT
 
 

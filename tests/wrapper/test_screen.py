@@ -11,7 +11,8 @@ import pytest
 
 from gpuops.events import Step
 from gpuops.report import Host, Report, totals
-from gpuops.screen import LiveScreen, Screen, bars, joined, lines, screen, sentence, whom
+from gpuops.screen import LiveScreen, Screen, bars, lines, screen, sentence, whom
+from gpuops.verbs import joined
 from tests.wrapper.conftest import RECORDED, Replay
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -109,7 +110,7 @@ def test_a_pipe_gets_plain_lines(replay: Replay) -> None:
         shown.result(report)
     text = stream.getvalue()
     assert "\x1b" not in text
-    assert text.startswith("ct129: kill (used MiB: 76115 76115; pve1, python3)\n")
+    assert text.startswith("ct129: kill, waits for python3 on pve1 (used MiB: 76115 76115)\n")
 
 
 def test_a_reader_that_left_does_not_stop_the_run(replay: Replay) -> None:
@@ -128,9 +129,7 @@ def drawn(steps: list[Step]) -> tuple[str, LiveScreen]:
     stream = Terminal()
     shown = screen(stream)
     assert isinstance(shown, LiveScreen)
-    for step in steps:
-        shown.steps[step.host] = step
-    shown.console.print(shown.table())
+    shown.console.print(shown.table(steps))
     return stream.getvalue(), shown
 
 
@@ -141,7 +140,7 @@ def step(name: str, phase: str, verdict: str | None, used: int = 0) -> Step:
         verdict=verdict,  # type: ignore[arg-type]
         used_mib=(used,) * 8,
         total_mib=(143771,) * 8,
-        waits_for="pve1, python3",
+        waits_for="python3 on pve1",
     )
 
 
@@ -149,7 +148,7 @@ def test_a_terminal_gets_a_line_a_host_with_its_bars(replay: Replay) -> None:
     steps: dict[str, Step] = {}
     replay("reset-held", watch=lambda each: steps.update({each.host: each}))
     text = CODES.sub("", drawn([*steps.values(), step("ct7", "kill", "held", 76115)])[0])
-    assert re.search(r"^ct7 +kill +▅▅▅▅▅▅▅▅ +waits for pve1, python3", text, re.M)
+    assert re.search(r"^ct7 +kill +▅▅▅▅▅▅▅▅ +waits for python3 on pve1", text, re.M)
     assert re.search(r"^ct129 +clean +·· *$", text, re.M)
 
 

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What can be typed after the verbs of the command: each option once, with its help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+FORMATS = ("json", "jsonl", "markdown", "junit", "prometheus", "html")
+
+
+class Output(click.ParamType):  # type: ignore[type-arg]
+    """``FORMAT`` or ``FORMAT=FILE``."""
+
+    name = "FORMAT[=FILE]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Path | None]:
+        """Split it; an unknown format, or a folder that is not there, is wrong usage."""
+        format, equals, file = str(value).partition("=")
+        if format not in FORMATS:
+            self.fail(f"there is no format '{format}'; write one of {', '.join(FORMATS)}")
+        if equals and (
+            not file or Path(file).is_dir() or not Path(file).absolute().parent.is_dir()
+        ):
+            self.fail(f"'{file}' cannot be a file; name one in a folder that is there")
+        return format, Path(file) if equals else None
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """The formats."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(each) for each in FORMATS if each.startswith(incomplete)]
+
+
+def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options of these names, in this order."""
+    every = {
+        "limit": click.option(
+            "-l",
+            "--limit",
+            metavar="HOSTS",
+            required=True,
+            help="Hosts or groups of the inventory, with commas between; 'all' for all.",
+        ),
+        "inventory": click.option(
+            "-i",
+            "--inventory",
+            metavar="FILE",
+            multiple=True,
+            help="Inventory file or folder. Default: what Ansible's configuration says, "
+            "else inventory/hosts.yml.",
+        ),
+        "gpus": click.option(
+            "--gpus",
+            metavar="LIST",
+            help="Only these GPUs: index, UUID or PCI address, with commas between.",
+        ),
+        "scope": click.option(
+            "--scope",
+            metavar="SCOPE",
+            help="Whose processes count: job:ID, user:NAME or everything. "
+            "Default: the container's, or those that run directly on the node.",
+        ),
+        "profile": click.option(
+            "--profile",
+            metavar="NAME",
+            help="Which steps are taken: gentle (SIGTERM first, the default) or now (SIGKILL).",
+        ),
+        "check": click.option(
+            "--check", is_flag=True, help="Only say who would be signalled; change nothing."
+        ),
+        "yes": click.option("-y", "--yes", is_flag=True, help="Do not ask before signalling."),
+        "plan": click.option(
+            "--plan",
+            metavar="FILE",
+            type=click.Path(exists=True, dir_okay=False),
+            help="Signal nobody who is not in this plan, written by gpuops plan --write.",
+        ),
+        "write": click.option(
+            "--write",
+            metavar="FILE",
+            type=click.Path(dir_okay=False),
+            help="Write the plan to a file, for gpuops reset --plan.",
+        ),
+        "timeout": click.option(
+            "--timeout",
+            metavar="SECONDS",
+            type=click.FloatRange(min=0, min_open=True),
+            help="End the run after that long; hosts without an answer are unknown then.",
+        ),
+        "json": click.option(
+            "--json",
+            "json_",
+            is_flag=True,
+            help="The same as --output json: the report, on stdout.",
+        ),
+        "output": click.option(
+            "--output",
+            "outputs",
+            type=Output(),
+            multiple=True,
+            help=f"Also write the report as {', '.join(FORMATS)}; without =FILE to stdout. "
+            "May be given several times.",
+        ),
+        "log_dir": click.option(
+            "--log-dir",
+            metavar="DIR",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Where the history is kept. Default: $XDG_STATE_HOME/gpuops.",
+        ),
+        "verbose": click.option(
+            "-v",
+            "--verbose",
+            count=True,
+            help="Show Ansible's own output too, on stderr; more with -vv.",
+        ),
+    }
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(names):
+            function = every[name](function)
+        return function
+
+    return add
+
+
+RUN = ("timeout", "json", "output", "log_dir", "verbose")

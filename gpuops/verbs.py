@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A verb of the command from beginning to end: ask, run, keep what was found, and show it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from gpuops import api, history, render
+from gpuops import screen as screens
+from gpuops.errors import GpuopsError, Interrupted, UsageError
+from gpuops.report import Report, totals
+from gpuops.screen import Screen
+
+Targets = list[tuple[str, Path | None]]
+"""What is to be written where; ``None`` is standard output."""
+
+# Hosts with these verdicts are in a plan; the others could not be looked at.
+PLANNED = ("clean", "held", "blocked")
+
+
+def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = False) -> NoReturn:
+    """Run a verb, show what came of it, and end with its exit code.
+
+    :param given: the options that all verbs have, by name.
+    :param more: those of this verb alone.
+    :param asks: show whom it would signal, and ask, before it signals anybody.
+    """
+    targets = targets_of(given.pop("json_"), given.pop("outputs"))
+    verbosity, log_dir = given.pop("verbose"), given.pop("log_dir")
+    limit, inventory = given.pop("limit"), given.pop("inventory") or None
+    screen = screen_for(targets, live=not verbosity)
+    words = Screen(sys.stderr)
+    options = {
+        **given,
+        "watch": screen.watch,
+        "verbosity": max(0, verbosity - 1),
+        "output": words.say if verbosity else None,
+    }
+    with words, screen:
+        try:
+            if asks:
+                found = _ask_and_reset(limit, inventory, options, screen)
+            else:
+                found = getattr(api, verb)(limit, inventory, **options, **more)
+        except Interrupted as error:
+            found = error.report
+        # Before anything is shown: whoever reads it may have stopped to.
+        problems = list(_keep(found, targets, log_dir))
+        screen.close()
+        try:
+            show(found, targets, screen)
+        except KeyboardInterrupt:
+            os._exit(130)  # all is kept, and a thread may be in the middle of a write for ever
+    for problem in problems:
+        click.echo(f"gpuops: {problem.what}\n        {problem.remedy}", err=True)
+    sys.exit(2 if any(isinstance(each, UsageError) for each in problems) else found.exit_code)
+
+
+def targets_of(json_: bool, outputs: Iterable[tuple[str, Path | None]]) -> Targets:
+    """What ``--json`` and ``--output`` ask for.
+
+    :raises UsageError: more than one document for standard output.
+    """
+    targets = [*outputs, *([("json", None)] if json_ else [])]
+    if sum(file is None for _, file in targets) > 1:
+        raise UsageError(
+            "more than one format is to go to standard output", "write --output FORMAT=FILE"
+        )
+    return targets
+
+
+def screen_for(targets: Targets, live: bool) -> Screen:
+    """For people: on stderr if stdout is for a program."""
+    stream = sys.stderr if any(file is None for _, file in targets) else sys.stdout
+    return screens.screen(stream, live)
+
+
+def show(report: Report, targets: Targets, screen: Screen) -> None:
+    """The result for people, then for the program that reads standard output."""
+    screen.result(report)
+    screen.wait()
+    for format, file in targets:
+        if file is None:
+            sys.stdout.write(render.render(report, format))
+            sys.stdout.flush()
+
+
+def write_files(report: Report, targets: Targets) -> Iterator[GpuopsError]:
+    """Write each file that was asked for; what could not be written is no reason to stop."""
+    for format, file in targets:
+        if file is not None:
+            try:
+                render.write(report, format, file)
+            except UsageError as error:
+                yield error
+
+
+def _keep(report: Report, targets: Targets, log_dir: Path | None) -> Iterator[GpuopsError]:
+    """Add the run to the history, and write the files."""
+    where = log_dir or history.folder()
+    try:
+        history.append(report, where)
+    except OSError as error:
+        yield GpuopsError(
+            f"the history in {where} cannot be written ({error.strerror})",
+            "name another folder with --log-dir",
+        )
+    yield from write_files(report, targets)
+
+
+def _ask_and_reset(limit: str, inventory: Any, options: dict[str, Any], screen: Screen) -> Report:
+    """Show whom a reset would signal, ask, and then signal these and nobody else."""
+    with tempfile.TemporaryDirectory(prefix="gpuops-plan-") as folder:
+        file = Path(folder, "plan.json")
+        planned = api.plan(limit, inventory, write=file, **options)
+        names = [host.name for host in planned.hosts if host.verdict in PLANNED]
+        if planned.ended or not names or not file.exists():
+            return planned
+        if planned.totals.killed:
+            screen.close()
+            for line in screens.whom(planned):
+                screen.say(line)
+            screen.wait()
+            count = "this process" if planned.totals.killed == 1 else "these processes"
+            try:
+                if not click.confirm(f"End {count}?", err=True):
+                    screen.say("nobody was signalled")
+                    return planned
+            except click.Abort as error:
+                raise Interrupted(replace(planned, ended="interrupted")) from error
+        screen.open()
+        done = api.reset(names, inventory, plan=file, **options)
+        return joined(done, planned, limit)
+
+
+def joined(done: Report, planned: Report, limit: str) -> Report:
+    """A reset's report, with the hosts that its plan could not look at and that it left out."""
+    names = {host.name for host in done.hosts}
+    hosts = (*done.hosts, *(host for host in planned.hosts if host.name not in names))
+    return replace(
+        done,
+        limit=limit,
+        started=planned.started,
+        seconds=round(done.seconds + planned.seconds, 3),
+        hosts=hosts,
+        skipped=planned.skipped,
+        warnings=tuple(dict.fromkeys([*planned.warnings, *done.warnings])),
+        totals=totals(hosts, len(planned.skipped)),
+    )
