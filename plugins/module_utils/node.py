@@ -247,6 +247,7 @@ class Work:
         self.target = target
         target.inside = node.in_container and not target.vmid
         self.session = session
+        self.loop: nvidia_smi.Loop | None = None
         self.earlier = earlier
         # No look may be older than this.
         self.began = max(node.began, session.opened)
@@ -267,13 +268,32 @@ class Work:
         names = text.split() if code == 0 else []
         self.nodes = sum(1 for name in names if name[:6] == "nvidia" and name[6:].isdigit())
 
-    def read(self) -> nvidia_smi.Reading:
-        """Take the answer to the last question and keep it."""
-        reading = self.session.gpus()
+    def read(self) -> bool:
+        """Keep the answer to the last question; where a loop reads, its next one, if there is any.
+
+        Returns whether there was one.
+        """
+        reading = self.loop.reading(LONGEST_PAUSE) if self.loop else self.session.gpus()
+        if self.loop and self.loop.over:
+            self.end_loop()
+        if reading is None:
+            return False
         for gpu in reading.gpus:
             gpu.minor = self.node.minors.get(gpu.uuid)
         self.readings.append(reading)
-        return reading
+        return True
+
+    def start_loop(self) -> None:
+        """Notice zero as soon as it is true, if a loop begins in time; else single calls do."""
+        self.loop = nvidia_smi.Loop(self.session, self.readings[-1])
+        if self.loop.reading(LONGEST_PAUSE) is None:
+            self.end_loop()
+
+    def end_loop(self) -> None:
+        """Read by single calls from now on."""
+        if self.loop:
+            self.loop.close()
+            self.loop = None
 
     def wanted(self) -> list[nvidia_smi.Gpu]:
         """The GPUs of the last reading that this run is about."""
@@ -399,8 +419,7 @@ class Work:
                 return self.result(verdict.busy(self.target))
             if waited > 0:
                 # What was asked before the turn may be about a world that is gone.
-                while self.session.pending:
-                    self.session.gpus()
+                self.session.drop_answers()
                 self.session.ask(*nvidia_smi.FIRST_QUESTIONS)
                 self.began = time.monotonic()
             return self.climb(rung, turn)
@@ -428,6 +447,10 @@ class Work:
             return result
         watch = RESTART_WATCH if any(supervised(each, chosen) for each in chosen) else 0.0
         end_if_nobody_listens()
+        # What was asked before the signal proves nothing.
+        self.session.drop_answers()
+        if not self.all_zero():
+            self.start_loop()
         grips = self.signal_all(chosen, rung)
         turn.remember(self.actions)
         self.wait(grips, rung, watch)
@@ -504,8 +527,6 @@ class Work:
 
     def quit_mps(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
         """Tell the MPS daemons of these to quit, each once."""
-        while self.session.pending:
-            self.read()
         grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
         self.first_signal = time.monotonic()
         home = self.node.home(self.target)
@@ -533,21 +554,23 @@ class Work:
         pause = Pause(began)
         zeros = 0
         looked = False  # since the first of the zeros
-        while self.session.pending:
-            self.read()  # asked before the signal, so it proves nothing
         while True:
             end_if_nobody_listens()
-            self.session.ask("gpus")
+            if not self.loop:
+                self.session.ask("gpus")
             alive = [grip for grip in grips if not grip.ended()]
             if zeros and not alive and not looked:
                 self.look(time.monotonic())
                 looked = True
-            self.read()
+            news = self.read()
+            alive = [grip for grip in alive if not grip.ended()]
             elapsed = time.monotonic() - began
             if self.problem():
                 break
             zeros = zeros + 1 if self.all_zero() else 0
             looked = looked and zeros > 0
+            if news and (zeros or elapsed > NO_PAUSE_BEFORE):
+                self.end_loop()
             if zeros in (1, 2):
                 self.timings["second_zero" if zeros == 2 else "zero"] = elapsed
             if zeros >= 2 and not alive and looked:
@@ -564,7 +587,7 @@ class Work:
                 self.look(time.monotonic())
                 if all(self.target.is_zero(gpu) or self.explained(gpu) for gpu in self.wanted()):
                     break  # Somebody else owns what is left: the next rung's matter, or foreign.
-            if not zeros:
+            if not zeros and not self.loop:
                 pause.between_readings()
         for grip in grips:
             grip.close()
@@ -757,6 +780,7 @@ def _work(
         reason = "internal error: %s: %s" % (type(error).__name__, error)
         return work.result(verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug"))
     finally:
+        work.end_loop()
         session.close()
 
 

@@ -22,7 +22,7 @@ from tests.gpu import parts
 SETTINGS = "persistence_mode,compute_mode,mig.mode.current,power.limit,ecc.mode.current"
 NOTES = Path(__file__).with_name("notes.md")
 NOBODY, FULL = "nobody but the stopwatch", "a process per reading"
-WAYS = (NOBODY, FULL, "a process per reading, memory.used only", "-lms 100", "-lms 20")
+WAYS = (NOBODY, FULL, "a process per reading, memory.used only", "-lms 100", "-lms 50", "-lms 20")
 READERS = ("nvidia-smi", "sh", "lxc-attach", "nsenter")
 
 

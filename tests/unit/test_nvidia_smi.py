@@ -646,3 +646,101 @@ def test_thousands_of_digits_are_no_number() -> None:
 def test_fields_that_are_out_of_place_are_noticed(row: str) -> None:
     assert not parsed(row + "\n").readable
     assert parsed(GOOD + "\n").readable
+
+
+OTHER = GOOD.replace("0, GPU-1", "1, GPU-2")
+USED_THEN_FREE = f"""
+[ "$3$4" = -lms100 ] || exit 3
+for used in 20 20 0 0 0 0; do
+  echo '{GOOD}' | sed "s/ 20,/ $used,/"; echo '{OTHER}' | sed "s/ 20,/ $used,/"; sleep 0.05
+done
+exec sleep 60
+"""
+
+
+@pytest.fixture
+def loops() -> Iterator[Callable[..., nvidia_smi.Loop]]:
+    started: list[nvidia_smi.Loop] = []
+
+    def start(session: nvidia_smi.Session, *uuids: str) -> nvidia_smi.Loop:
+        gpus = [nvidia_smi.Gpu(index, uuid) for index, uuid in enumerate(uuids)]
+        started.append(nvidia_smi.Loop(session, nvidia_smi.Reading(gpus, [])))
+        return started[-1]
+
+    yield start
+    for loop in started:
+        loop.close()
+
+
+def test_a_loop_gives_one_whole_reading_after_the_other(
+    place: Place, loops: Callable[..., nvidia_smi.Loop]
+) -> None:
+    loop = loops(place.session(USED_THEN_FREE), "GPU-1", "GPU-2")
+    seen = []
+    while (reading := loop.reading(1)) is not None:
+        assert reading.readable
+        seen.append([gpu.used_mib for gpu in reading.gpus])
+    assert seen == [[20, 20], [20, 20], *[[0, 0]] * 4]
+    assert not loop.over
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "exit 0",
+        "echo 'Invalid combination of input arguments.'; exit 2",
+        f"echo '{GOOD}'; echo '{GOOD}'; exec sleep 60",
+        f"echo '{OTHER}'; echo '{GOOD}'; exec sleep 60",
+        f"echo '{GOOD}'; exit 0",
+        f"echo '{GOOD}'; echo '{OTHER}' | sed 's/ 20,/ [GPU is lost],/'; exec sleep 60",
+        f"echo '{GOOD}'; echo '{OTHER}'; echo '{GOOD}'; echo 'GPU 1: lost'; exec sleep 60",
+    ],
+)
+def test_a_loop_that_says_anything_else_is_over(
+    place: Place, loops: Callable[..., nvidia_smi.Loop], script: str
+) -> None:
+    session = place.session(script)
+    loop = loops(session, "GPU-1", "GPU-2")
+    for _ in range(2):
+        reading = loop.reading(5)
+        assert reading is None or [gpu.used_mib for gpu in reading.gpus] == [20, 20]
+        if reading is None:
+            break
+    assert loop.over
+    assert not session.lost, "an ordinary reading has to say what is wrong"
+
+
+def test_a_loop_that_falls_silent_ends_its_session(
+    place: Place, loops: Callable[..., nvidia_smi.Loop]
+) -> None:
+    session = place.session(f"echo '{GOOD}'; exec sleep 60", timeout=0.5)
+    loop = loops(session, "GPU-1")
+    assert loop.reading(5) is not None
+    began = time.monotonic()
+    assert loop.reading(0.1) is None
+    assert not loop.over
+    assert loop.reading(5) is None
+    assert loop.over
+    assert time.monotonic() - began < 2
+    assert session.lost == "container 129: nvidia-smi did not answer within 0.5 s"
+
+
+def test_a_lost_session_starts_no_loop(
+    place: Place, tmp_path: Path, loops: Callable[..., nvidia_smi.Loop]
+) -> None:
+    session = place.session(f"echo $$ >>{tmp_path}/started; exec sleep 60", timeout=0.3)
+    asked(session)
+    assert session.lost
+    assert loops(session, "GPU-1").over
+    assert len((tmp_path / "started").read_text(encoding="ascii").split()) == 1
+
+
+def test_a_closed_loop_leaves_no_process_and_no_descriptor(place: Place, tmp_path: Path) -> None:
+    session = place.session(f"echo $$ >{tmp_path}/pid; echo '{GOOD}'; exec sleep 60")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    loop = nvidia_smi.Loop(session, nvidia_smi.Reading([nvidia_smi.Gpu(0, "GPU-1")], []))
+    assert loop.reading(5) is not None
+    tool = int((tmp_path / "pid").read_text(encoding="ascii"))
+    loop.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert ends_within(tool, 2)
