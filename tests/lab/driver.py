@@ -31,15 +31,16 @@ from . import linux, smi
 
 NS_GET_PARENT = 0xB702
 NVIDIA_MAJOR = 195
-ANSWER_AFTER = 0.020  # the real tool takes 22-31 ms, nearly all of it waiting for the driver
+ANSWER_AFTER = 0.020  # the real tool takes 22-31 ms, nearly all of it to get at the driver
+ANSWER_AGAIN_AFTER = 0.002  # what one that loops (-lms) needs for each further answer
 # Several holders of one GPU that die together are freed one after another: eight took 540 ms on
 # real hardware, one 115 to 180 ms.
 NEXT_RELEASE_AFTER = 0.055
 # MiB of each process's memory that the real driver puts into no process's figure (9 for one, 48 for
 # eight).
 IN_NO_FIGURE = 6
-# A query in the last part of a release waits in the real driver until it is done; one that comes
-# right after the death still reads the memory as used. Seconds before the end.
+# In the last part of a release the real driver lets nobody in and answers nobody until it is done;
+# who comes right after the death still reads the memory as used. Seconds before the end.
 QUERY_WAITS = 0.090
 HANG_IN_D = 1000  # an exit code that tells nvidia-smi to hang in an uninterruptible read
 
@@ -412,11 +413,14 @@ class Driver:
                 return
         self.reply(client, f"{answer.rc} {answer.loop_ms}\n{answer.text}".encode())
 
-    def answer_at(self, now: float, wait: float) -> float:
-        """When a query of now is answered: after the tool's own time, not while memory is freed."""
+    def answer_at(self, now: float, wait: float, again: bool) -> float:
+        """When a query of now is answered: after the tool's own time, not while memory is freed.
+
+        A tool that has answered before is in the driver already, a new one gets in first.
+        """
         ends = [at for holder in self.holders for at in holder.release_at.values()]
         freeing = [at for at in ends if 0 < at - now < QUERY_WAITS]
-        return max([now + wait, *freeing])
+        return max([now + wait, *freeing]) if again else max([now, *freeing]) + wait
 
     def hang_in_d(self, client: socket.socket, peer: int) -> None:
         """Give the caller a file whose read never returns and that SIGKILL does not end."""
@@ -438,7 +442,7 @@ class Driver:
         """A line from nvidia-smi or from a holder."""
         raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         peer = struct.unpack("3i", raw)[0]
-        if not line.startswith(b"smi\x1f"):
+        if not line.startswith((b"smi\x1f", b"smi-again\x1f")):
             request = json.loads(line)
             if request["op"] == "standins":
                 self.give_standins(client, request["names"])
@@ -453,7 +457,7 @@ class Driver:
                 return
             self.reply(client, json.dumps(self.register(peer, request)).encode())
             return
-        words = line.decode(errors="replace").split("\x1f")[1:]
+        question, *words = line.decode(errors="replace").split("\x1f")
         host = self.caller_host(peer)
         if self.fault(host, "smi-hang"):
             self.hanging.append(client)
@@ -461,8 +465,10 @@ class Driver:
             self.hang_in_d(client, peer)
         else:
             slow = self.fault(host, "smi-slow")
-            wait = float(slow.value) / 1000 if slow else ANSWER_AFTER
-            at = self.answer_at(time.monotonic(), wait)
+            again = question == "smi-again"
+            usual = ANSWER_AGAIN_AFTER if again else ANSWER_AFTER
+            wait = float(slow.value) / 1000 if slow else usual
+            at = self.answer_at(time.monotonic(), wait, again)
             self.after(
                 at,
                 lambda: self.handle(lambda who, _: self.answer(who, peer, words), client, b""),
