@@ -7,10 +7,12 @@ All are safe to call from several threads at once, and change nothing that is cl
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from gpuops import runner
@@ -92,7 +94,7 @@ def plan(
     """
     asked = _variables(variables, gpus=gpus, scope=scope, profile=profile)
     if write is not None:
-        asked["gpuops_plan"] = os.path.abspath(write)  # noqa: PTH100
+        asked["gpuops_plan"] = _file(write)
     return _run(
         "plan",
         "plan_gpus",
@@ -134,7 +136,7 @@ def reset(
     """
     asked = _variables(variables, gpus=gpus, scope=scope, profile=profile)
     if plan is not None:
-        asked["gpuops_plan"] = os.path.abspath(plan)  # noqa: PTH100
+        asked["gpuops_plan"] = _file(plan)
     return _run(
         "reset",
         "reset_gpus",
@@ -183,6 +185,32 @@ def verify(
     )
 
 
+def _hosts(limit: str | Iterable[str]) -> str:
+    """The hosts that were asked for, as after ``-l``.
+
+    Of what it cannot read Ansible makes no limit, so that ``,`` or ``[`` would mean every host.
+
+    :raises UsageError: no host is named, or a part is no name and no pattern.
+    """
+    parts = (limit if isinstance(limit, str) else ",".join(limit)).split(",")
+    names = [part.strip() for part in parts if part.strip()]
+    what_to_do = "name hosts or groups of the inventory, as in -l ct129"
+    if not names:
+        raise UsageError("no hosts were named", what_to_do)
+    for name in names:
+        if not re.search(r"[\w*]", name) or name.count("[") != name.count("]"):
+            raise UsageError(f"'{name}' is no host, group or pattern", what_to_do)
+    return ",".join(names)
+
+
+def _file(path: str | os.PathLike[str]) -> str:
+    """A file that Ansible is to write or read, wherever it runs."""
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
+        raise UsageError(f"there is no folder {file.parent}", "name a file in one that is there")
+    return str(file)
+
+
 def _variables(
     more: Mapping[str, Any] | None,
     gpus: Gpus | None = None,
@@ -214,11 +242,7 @@ def _run(
     output: Callable[[str], None] | None,
     cancel: threading.Event | None,
 ) -> Report:
-    hosts = limit if isinstance(limit, str) else ",".join(limit)
-    if not hosts.strip():
-        raise UsageError(
-            "no hosts were named", "name hosts or groups of the inventory, as in -l ct129"
-        )
+    hosts = _hosts(limit)
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout is {timeout}", "give a number of seconds above zero")
     collector = Collector(verb, check, watch)

@@ -7,7 +7,6 @@ if its own last task said so; whoever gave no answer is in the report all the sa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -232,7 +231,6 @@ class Collector:
                 )
             else:
                 hosts.append(self._host(seen, ended))
-        hosts += self._not_there(limit)
         return Report(
             verb=self.verb,
             check=self.check,
@@ -246,23 +244,6 @@ class Collector:
             warnings=tuple(dict.fromkeys(self.warnings)),
             versions=dict(versions or {}),
         )
-
-    def _not_there(self, limit: str) -> list[Host]:
-        """Names that were asked for and that Ansible warns it does not know: a wrong letter must
-        not pass for a clean host."""
-        unknown = {words[-1] for words in map(str.split, self.warnings) if words}
-        return [
-            Host(
-                name=name,
-                verdict="refused",
-                changed=False,
-                route="",
-                reason="the inventory has no host or group of this name",
-                remedy="correct -l, or add it to the inventory",
-            )
-            for name in dict.fromkeys(re.split(r"[,:]", limit))
-            if name in unknown and name not in self.hosts
-        ]
 
     def _verdict(self, seen: _Seen, ended: str = "") -> tuple[Verdict, str, str]:
         """The verdict on a host, its reason and its remedy; not clean unless it was proved."""
@@ -278,6 +259,8 @@ class Collector:
             return "unknown", seen.failed, "correct that and run it again"
         complete = bool(seen.certificate) or (bool(seen.own) and self.verb not in CERTIFIED)
         if complete or (said and said != "clean"):
+            if said == "held" and seen.look.get("holders") and seen.look.get("waiting"):
+                remedy = f"gpuops reset -l {seen.name}"  # it may still be ended as others were
             if said == word:
                 return _word(said), reason, remedy
             return _word(said), _text(seen.failed), "run it again"

@@ -43,6 +43,12 @@ DEFAULTS = {
     "ANSIBLE_SSH_RETRIES": "1",
 }
 
+# A mistyped host or half an inventory must not drop out with a warning, and the run be clean.
+STRICT = {
+    "ANSIBLE_HOST_PATTERN_MISMATCH": "error",
+    "ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED": "True",
+}
+
 Inventory = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -95,13 +101,19 @@ def inventory_sources(inventory: Inventory | None) -> list[str]:
 
     Without one: what Ansible's own configuration says, else ``inventory/hosts.yml`` where we are.
 
-    :raises UsageError: a file that is not there.
+    :raises UsageError: a file that is not there, or none at all.
     """
     if inventory is None:
-        local = Path("inventory/hosts.yml")
-        if os.environ.get("ANSIBLE_INVENTORY") or _configured() or not local.exists():
+        if os.environ.get("ANSIBLE_INVENTORY") or _configured():
             return []
-        return [str(local.absolute())]
+        local = Path("inventory/hosts.yml")
+        if local.exists():
+            return [str(local.absolute())]
+        if Path("/etc/ansible/hosts").exists():  # where Ansible looks by itself
+            return []
+        raise UsageError(
+            "there is no inventory here", "name one with -i, or write one: gpuops init"
+        )
     given = [inventory] if isinstance(inventory, str | os.PathLike) else list(inventory)
     sources = []
     for each in (os.fspath(source) for source in given):
@@ -138,7 +150,7 @@ def versions() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """What Ansible needs beside the environment as it is."""
-    added = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0", "PYTHONUNBUFFERED": "1"}
+    added = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0", "PYTHONUNBUFFERED": "1"} | STRICT
     if not _configured():
         added |= {name: value for name, value in DEFAULTS.items() if name not in os.environ}
     if (ROOT / "collections").is_dir():  # a checkout, installed or not

@@ -54,7 +54,6 @@ SITUATIONS: dict[str, tuple[dict[str, Any], str, str, dict[str, Any], bool]] = {
         False,
     ),
     "reset-refused": ({}, "reset", "ct129,node1", {"gpuops_scope": "user:alice"}, False),
-    "reset-name-unknown": ({}, "reset", "node1,ct13O", {}, False),
     "reset-no-hosts": ({}, "reset", "ct999", {}, False),
     "status-held": ({"hold": [HELD]}, "status", "ct129,ct130", {}, False),
     "status-unknown": (

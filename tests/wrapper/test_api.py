@@ -44,6 +44,19 @@ def test_nothing_is_run_without_hosts(inventory: Path) -> None:
         gpuops.status([], inventory)
 
 
+@pytest.mark.parametrize("limit", [",", "[", ":", "~[", "ct1[0:2", "a,~[", ["", " "]])
+def test_what_ansible_would_take_for_every_host_is_refused(
+    limit: str | list[str], inventory: Path
+) -> None:
+    with pytest.raises(UsageError, match="-l ct129"):
+        gpuops.reset(limit, inventory)
+
+
+def test_a_plan_in_a_folder_that_is_not_there(inventory: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder /no/such"):
+        gpuops.plan("all", inventory, write="/no/such/plan")
+
+
 def test_an_inventory_that_is_not_there() -> None:
     with pytest.raises(UsageError, match="gpuops init"):
         gpuops.status("all", "nowhere.yml")
@@ -68,6 +81,26 @@ def test_ansibles_own_words_when_there_is_no_result(
     assert not list((tmp_path / "tmp").glob("gpuops-*"))
 
 
+@pytest.mark.parametrize("limit", ["node7", "node1,node7", "node1,nodes*"])
+def test_a_mistyped_name_ends_a_run_also_without_the_checkouts_configuration(
+    inventory: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.chdir(inventory.parent)
+    monkeypatch.setenv("HOME", str(inventory.parent))
+    monkeypatch.delenv("ANSIBLE_CONFIG", raising=False)
+    with pytest.raises(AnsibleError, match="Could not match supplied host pattern"):
+        gpuops.status(limit, inventory)
+
+
+def test_half_an_inventory_ends_a_run_too(inventory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(inventory.parent)
+    monkeypatch.setenv("HOME", str(inventory.parent))
+    broken = inventory.with_name("broken.yml")
+    broken.write_text("all: [")
+    with pytest.raises(AnsibleError, match=r"failed to parse inventory source .*broken\.yml"):
+        gpuops.status("node1", [inventory, broken])
+
+
 def test_inventories_become_absolute(inventory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(inventory.parent)
     assert runner.inventory_sources("hosts.yml") == [str(inventory)]
@@ -81,7 +114,8 @@ def test_without_an_inventory_the_usual_place_is_taken(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("ANSIBLE_INVENTORY", raising=False)
     monkeypatch.delenv("ANSIBLE_CONFIG", raising=False)
-    assert runner.inventory_sources(None) == []
+    with pytest.raises(UsageError, match="gpuops init"):
+        runner.inventory_sources(None)
     (tmp_path / "inventory").mkdir()
     (tmp_path / "inventory/hosts.yml").write_text(SITES)
     assert runner.inventory_sources(None) == [str(tmp_path / "inventory/hosts.yml")]

@@ -31,7 +31,6 @@ def verdicts(report: Report) -> dict[str, str]:
             14,
         ),
         ("reset-refused", {"ct129": "refused", "node1": "clean"}, 2),
-        ("reset-name-unknown", {"node1": "clean", "ct13O": "refused"}, 2),
         ("status-held", {"ct129": "held", "ct130": "blocked"}, 11),
         ("status-unknown", {"ct129": "unknown"}, 13),
         ("plan-held", {"ct129": "held", "node1": "clean"}, 10),
@@ -101,6 +100,12 @@ def test_a_neighbour_is_spared_and_named(replay: Replay) -> None:
     assert [each.process.owner for each in host.spared] == ["lxc 130"]
     assert "foreign" in host.spared[0].reason
     assert "foreign" in host.reason
+
+
+def test_where_a_reset_would_help_it_is_named_as_it_is_typed(replay: Replay) -> None:
+    for name in ("status-held", "plan-held", "verify-held"):
+        assert replay(name).hosts[0].remedy == "gpuops reset -l ct129"
+    assert "reset" not in replay("status-held").hosts[1].remedy, "who is blocked"
 
 
 def test_who_outlived_sigkill_is_still_a_holder(replay: Replay) -> None:
