@@ -48,7 +48,7 @@ class ActionModule(ActionBase):
         except routes.RouteError as error:
             return dict(result, failed=True, msg=f"{name}: {error}")
         if found["route"] == "carrier":
-            if carriers.issuperset(task_vars["ansible_play_hosts_all"]):
+            if self.asked_for(name, carriers, task_vars):
                 reason = "it carries containers and is not reset itself"
                 remedy = "name its containers instead, for example -l ct129"
                 return dict(result, failed=True, msg=f"{name}: {reason}; {remedy}")
@@ -59,6 +59,22 @@ class ActionModule(ActionBase):
         key = json.dumps([found["acting"], rungs, alike], default=str)
         group = "gpuops_on_" + sha256(key.encode()).hexdigest()[:12]
         return dict(result, **self.group_by(group, task_vars), **found, rungs=rungs, group=group)
+
+    def asked_for(self, name: str, carriers: set[str], task_vars: dict[str, Any]) -> bool:
+        """Is a carrier in the play for itself: without any of its containers, though it has some?
+
+        One that has none, in a run over everything, is nobody's mistake.
+        """
+        played = task_vars["ansible_play_hosts_all"]
+        if carriers.issuperset(played):
+            return True
+
+        def carries(host: str) -> bool:
+            return bool(routes.carrier(task_vars["hostvars"][host])[1] == name)
+
+        if any(carries(host) for host in played):
+            return False
+        return any(carries(host) for host in task_vars["groups"]["all"])
 
     def group_by(self, group: str, task_vars: dict[str, Any]) -> dict[str, Any]:
         """Let Ansible's own action make the group: how it does differs between versions."""

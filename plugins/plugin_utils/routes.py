@@ -53,16 +53,21 @@ def route(
         return {"route": kind, "acting": name, "target": target}
     if vmid not in VMIDS:
         raise RouteError(f"proxmox_vmid is {vmid}; write the container's number, 100 or more")
-    key = "gpuops_proxmox_host" if variables.get("gpuops_proxmox_host") else "proxmox_node"
-    carrier = variables.get(key)
-    if not carrier:
+    key, acting = carrier(variables)
+    if not acting:
         raise RouteError(
             "proxmox_vmid is set but gpuops_proxmox_host is not; "
             "write the inventory name of the Proxmox host that carries the container"
         )
-    if not isinstance(carrier, str) or carrier not in known:
-        raise RouteError(f"{key} is '{carrier}', which is not in the inventory; add it there")
-    return {"route": "container", "acting": str(carrier), "target": target}
+    if not isinstance(acting, str) or acting not in known:
+        raise RouteError(f"{key} is '{acting}', which is not in the inventory; add it there")
+    return {"route": "container", "acting": str(acting), "target": target}
+
+
+def carrier(variables: Mapping[str, Any]) -> tuple[str, Any]:
+    """The variable that names the Proxmox host of a container, and what it says (or nothing)."""
+    key = "gpuops_proxmox_host" if variables.get("gpuops_proxmox_host") else "proxmox_node"
+    return key, variables.get(key)
 
 
 def baseline(variables: Mapping[str, Any]) -> int | dict[str, int]:
