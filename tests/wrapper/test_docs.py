@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What docs/wrapper.md tells people to type does what it says."""
+"""What README.md and docs/wrapper.md tell people to type does what they say."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import click
@@ -21,55 +20,65 @@ from gpuops import cli, options
 from gpuops.report import EXIT_CODES
 from tests.lab import Lab
 
-TEXT = (Path(__file__).parents[2] / "docs/wrapper.md").read_text(encoding="utf-8")
-BLOCKS = [(kind, body) for kind, body in re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.M | re.S)]
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SECTION = README.partition("## The command `gpuops`\n")[2].partition("\n## ")[0]
+DETAILS = (ROOT / "docs/wrapper.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", SECTION + DETAILS, re.M | re.S)
 
 
-def commands(kind: str, body: str) -> Iterator[str]:
-    """The lines of a snippet that call gpuops, as its own format holds them."""
-    if kind == "yaml":
-        for job in (yaml.safe_load(body).get("jobs") or yaml.safe_load(body)).values():
-            for step in [*job.get("steps", []), *job.get("script", [])]:
-                line = step if isinstance(step, str) else step.get("run", "")
-                if line.startswith("gpuops"):
-                    yield line
-    elif kind == "cron":
-        yield from (line.split(None, 5)[5] for line in body.splitlines())
-    elif kind == "sh":
-        yield from body.splitlines()
+def jobs(kind: str, body: str) -> dict[str, list[str]]:
+    """The jobs of a snippet by name, each with what it types, as its own format holds them."""
+    if kind == "sh":
+        return {"shell": [body]}
+    if kind == "cron":
+        return {"cron": [line.split(None, 5)[5] for line in body.splitlines()]}
+    if kind == "python":
+        return {"python": [f"python - <<'END'\n{body}END"]}
+    whole = yaml.safe_load(body)
+    found = {}
+    for name, job in whole.get("jobs", whole).items():
+        steps = [step["run"] for step in job.get("steps", []) if "run" in step]
+        found[f"{'github' if 'jobs' in whole else 'gitlab'} {name}"] = steps or job["script"]
+    return found
 
 
-SNIPPETS = [line for kind, body in BLOCKS for line in commands(kind, body)]
+JOBS = {name: lines for block in BLOCKS for name, lines in jobs(*block).items()}
 
 
-def test_all_four_kinds_are_there() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["sh", "yaml", "yaml", "cron", "python"]
-    assert len(SNIPPETS) == 4
+def test_both_usages_are_there_in_all_forms() -> None:
+    assert set(JOBS) == {
+        *("shell", "cron", "github benchmark", "github nightly", "gitlab benchmark"),
+        *("gitlab nightly", "python"),
+    }
 
 
 def test_exit_codes_and_formats_are_those_of_the_program() -> None:
-    told = dict(re.findall(r"^\| (\d+) \| `(\w+)` \|", TEXT, re.M))
+    told = dict(re.findall(r"^\| (\d+) \| `(\w+)` \|", SECTION, re.M))
     assert {word: int(code) for code, word in told.items()} == EXIT_CODES
+    assert re.search(r"^\| 130 \|", SECTION, re.M)
     for format in options.FORMATS:
-        assert f"| `{format}` |" in TEXT
+        assert f"| `{format}` |" in DETAILS
 
 
-def test_every_command_that_it_shows_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = re.findall(r"^    gpuops (\w+)(.*?)(?: +#.*)?$", TEXT, re.M)
-    assert {verb for verb, _ in shown} == set(cli.gpuops.commands) - {"completion"}
+def test_every_command_that_it_shows_is_one() -> None:
+    shown = re.findall(r"^    gpuops (\w+)(.*?)(?: +#.*)?$", SECTION, re.M)
+    assert {verb for verb, _ in shown} == set(cli.gpuops.commands) - {"completion", "report"}
     for verb, rest in shown:
-        if verb == "report":  # its file would have to be there
-            continue
         command = cli.gpuops.commands[verb]
         command.make_context(verb, rest.split(), parent=click.Context(cli.gpuops))
 
 
+Job = Callable[[str], subprocess.CompletedProcess[str]]
+
+
 @pytest.fixture
-def place(lab: Lab, tmp_path: Path) -> Callable[[str], Any]:
-    """Type a line in a folder of its own, where one of five machines is down."""
-    lab.cut("node2")
+def job(lab: Lab, tmp_path: Path) -> Job:
+    """Do a job in a folder of its own, step by step until one fails, as CI systems do."""
     (tmp_path / "inventory").mkdir()
     (tmp_path / "inventory/hosts.yml").write_text(lab.paths.inventory.read_text())
+    (tmp_path / "benchmark").write_text("#!/bin/sh\ntouch began\n")
+    (tmp_path / "benchmark").chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if "ANSIBLE" not in key}
     environment |= {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -77,41 +86,55 @@ def place(lab: Lab, tmp_path: Path) -> Callable[[str], Any]:
         "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
     }
 
-    def run(line: str) -> subprocess.CompletedProcess[str]:
-        return lab.run(
-            ["bash", "-ec", line.replace("/srv/gpuops", str(tmp_path))],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+    def do(name: str) -> subprocess.CompletedProcess[str]:
+        for line in JOBS[name]:
+            done = lab.run(
+                ["bash", "-ec", line.replace("/srv/gpuops", str(tmp_path))],
+                cwd=tmp_path,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            if done.returncode:
+                break
+        return done
 
-    return run
+    return do
 
 
 @pytest.mark.lab
-@pytest.mark.parametrize("line", SNIPPETS)
+@pytest.mark.parametrize("name", JOBS)
 def test_each_snippet_on_a_fleet_with_a_node_down(
-    lab: Lab, place: Callable[[str], Any], tmp_path: Path, line: str
+    lab: Lab, job: Job, tmp_path: Path, name: str
 ) -> None:
-    server = lab.hold("ct131", gpus="0-7") if "reset" in line else None
-    done = place(line)
-    assert done.returncode == 14, done.stdout + done.stderr
+    """Three containers on two Proxmox hosts and two bare nodes, one of them down."""
+    lab.cut("node2")
+    text = "\n".join(JOBS[name])
+    reset = "reset" in text
+    host = "ct129" if name == "python" else "ct131"
+    server = lab.hold(host, gpus="0-7") if reset else None
+    done = job(name)
+    assert done.returncode == (0 if name == "python" else 14), done.stdout + done.stderr
     if server:
         assert not lab.alive(server["id"])[server["id"]]
-    for format, name in re.findall(r'--output (\w+)="?([^ "]+)', line):
-        file = tmp_path / name.replace("$GITHUB_STEP_SUMMARY", "summary.md")
-        text = file.read_text()
+    assert not (tmp_path / "began").exists(), "no benchmark beside a node that was not proved clean"
+    for format, file in re.findall(r'--output (\w+)="?([^ "\n]+)', text):
+        told = (tmp_path / file.replace("$GITHUB_STEP_SUMMARY", "summary.md")).read_text()
         if format == "junit":
-            assert ElementTree.fromstring(text).attrib["errors"] == "1"
+            assert ElementTree.fromstring(told).attrib["errors"] == "1"
         elif format == "prometheus":
-            (clean,) = (
-                each
-                for each in text_string_to_metric_families(text)
-                if each.name == "gpuops_run_clean"
-            )
+            families = text_string_to_metric_families(told)
+            (clean,) = (each for each in families if each.name == "gpuops_run_clean")
             assert clean.samples[0].value == 0
         else:
-            assert "node2" in text and "unreachable" in text
+            assert "node2" in told and "unreachable" in told
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("name", [name for name in JOBS if "benchmark" in "".join(JOBS[name])])
+def test_the_benchmark_begins_once_all_is_clean(job: Job, tmp_path: Path, name: str) -> None:
+    done = job(name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "began").exists()
