@@ -118,12 +118,12 @@ seconds:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, node
+from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, program
 
 
 def main():
     module = AnsibleModule(argument_spec=arguments.RELEASE, supports_check_mode=True)
-    module.exit_json(**node.run(dict(module.params, verb="release", check=module.check_mode)))
+    module.exit_json(**program.run(dict(module.params, verb="release", check=module.check_mode)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parent.parent / "module_utils"
 PACKAGE = "ansible_collections.gpuops.gpu.plugins.module_utils"
 # In the order in which they import each other.
 READERS = ("deadline", "owners", "nvidia_smi")
-REST = ("holders", "signals", "turns", "verdict", "node")
+REST = ("holders", "signals", "turns", "verdict", "node", "restarts", "work", "program")
 SENTINEL = "gpuops-answer "
 
 # From include/uapi/linux/prctl.h.
@@ -66,7 +66,7 @@ request = json.loads({request!r})
 load({readers!r})
 readers = parent.nvidia_smi.Readers(request["targets"]) if os.geteuid() == 0 else None
 load({rest!r})
-parent.node.main(request, readers)
+parent.program.main(request, readers)
 """
 
 

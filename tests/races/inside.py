@@ -283,10 +283,16 @@ class Operator:
 
     def __init__(self, seed: int, guards: str, aimed: bool, commands: int, answers: int) -> None:
         sys.path.insert(0, str(ROOT / "collections"))
-        from ansible_collections.gpuops.gpu.plugins.module_utils import holders, node, signals
+        from ansible_collections.gpuops.gpu.plugins.module_utils import (
+            holders,
+            node,
+            program,
+            signals,
+            work,
+        )
 
         self.random = random.Random(seed + 1)
-        self.node = node
+        self.program = program
         self.commands = commands
         # Always the hardest moment: holders end after the scan, before it is read who they are.
         # That then reads somebody just forked, who is a protected monitor when it is signalled.
@@ -297,7 +303,7 @@ class Operator:
         self.starts: dict[int, int] = {}
         self.signalling = False
         node._in_container = lambda: False  # whatever the machine below is
-        self.watch(holders, signals, guards)
+        self.watch(holders, node.Node, work.Work, signals, guards)
 
     def pause(self) -> None:
         """What a busy node may do to us anywhere: nothing, or some milliseconds."""
@@ -305,7 +311,7 @@ class Operator:
             os.write(self.commands, b"strike\n")
         time.sleep(self.random.choice([0.0, 0.0, 0.005, 0.03, 0.06]))
 
-    def watch(self, holders: Any, signals: Any, guards: str) -> None:
+    def watch(self, holders: Any, node: Any, work: Any, signals: Any, guards: str) -> None:
         """Pauses at the four places where a race is, a note of what is sent; no guard changed.
 
         ``guards`` other than ``all`` takes some away, to see that this test would notice: the
@@ -313,29 +319,29 @@ class Operator:
         save a monitor too); that alone; whether the device is still held; or all of these.
         """
         operator, scan, grip = self, holders.scan, signals.Grip
-        signal_all = self.node.Work.signal_all
-        identify, why_not = self.node.Node.identify, self.node.Node.why_not
+        signal_all = work.signal_all
+        identify, why_not = node.identify, node.why_not
 
-        def paused_signal_all(work: Any, *args: Any) -> Any:
+        def paused_signal_all(part: Any, *args: Any) -> Any:
             operator.pause()
             time.sleep(4 * AIM if operator.aimed else 0)
             operator.signalling = True
             try:
-                return signal_all(work, *args)
+                return signal_all(part, *args)
             finally:
                 operator.signalling = False
 
-        def deceived_identify(node: Any, holder: Any) -> Any:
-            there = identify(node, holder)
+        def deceived_identify(host: Any, holder: Any) -> Any:
+            there = identify(host, holder)
             if operator.signalling and guards in ("no start time", "none"):
                 holder.start = operator.starts[holder.pid]
                 return True
             return there
 
-        def deceived_why_not(node: Any, *args: Any) -> Any:
+        def deceived_why_not(host: Any, *args: Any) -> Any:
             if operator.signalling and guards in ("no start time", "no second reading", "none"):
                 return ""
-            return why_not(node, *args)
+            return why_not(host, *args)
 
         def paused_scan(devices: Any, deep: bool = False, pids: Any = None, **more: Any) -> Any:
             if pids is None:
@@ -372,9 +378,9 @@ class Operator:
                     operator.sends.append((self.pid, operator.checked))
                 return outcome
 
-        self.node.Work.signal_all = paused_signal_all
-        self.node.Node.identify = deceived_identify
-        self.node.Node.why_not = deceived_why_not
+        work.signal_all = paused_signal_all
+        node.identify = deceived_identify
+        node.why_not = deceived_why_not
         holders.scan = paused_scan
         signals.Grip = Grip
 
@@ -397,7 +403,7 @@ class Operator:
                 "smi_timeout": 10,
             }
             began = time.monotonic()
-            answer = self.node.run(
+            answer = self.program.run(
                 {
                     "verb": "release",
                     "targets": [spec],

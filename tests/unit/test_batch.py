@@ -16,7 +16,7 @@ from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.connection import local
 
 from ansible_collections.gpuops.gpu.plugins.action import gpu_release, gpu_state
-from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, node
+from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, program
 from ansible_collections.gpuops.gpu.plugins.plugin_utils import batch
 
 GPU = "0, GPU-1, 00000000:00:06.0, {}, 143771, 616, 0, 31, P0, 580.159.04, NVIDIA H200"
@@ -114,7 +114,7 @@ RELEASE = checked(
 
 
 def test_the_words_that_both_sides_must_agree_on() -> None:
-    assert batch.SENTINEL == node.SENTINEL
+    assert batch.SENTINEL == program.SENTINEL
     modules = {path.stem for path in batch.FOLDER.glob("*.py")} - {"__init__"}
     # What the node does not need stays on the controller.
     assert modules - {*batch.READERS, *batch.REST} == {"arguments"}
@@ -554,7 +554,7 @@ def test_a_run_without_root_is_a_verdict_like_any_other(
     full = action(gpu_release, RELEASE, ran).execute(RELEASE, {})["hosts"]["node1"]
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     request = action(gpu_release, RELEASE).request(RELEASE)
-    bare = node.run(request)["hosts"]["node1"]
+    bare = program.run(request)["hosts"]["node1"]
     assert (bare["verdict"], bare["settled"], bare["changed"]) == ("unknown", True, False)
     assert "must be root" in bare["reason"]
     # What does not need a look at the machine is all there.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import holders, node
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders, restarts
 
 
 def there(pid: int, start: int) -> holders.Holder:
@@ -51,7 +51,7 @@ def done(pid: int, start: int, at: int, rung: str = "kill", result: str = "sent"
     ],
 )
 def test_how_often_a_command_came_back(earlier: list[dict[str, Any]], times: int) -> None:
-    assert node.restarts(there(9, 900), earlier) == times
+    assert restarts.times(there(9, 900), earlier) == times
 
 
 @given(
@@ -63,4 +63,4 @@ def test_how_often_a_command_came_back(earlier: list[dict[str, Any]], times: int
 def test_counting_ends_and_counts_no_more_than_there_were(
     earlier: list[dict[str, Any]], start: int
 ) -> None:
-    assert 0 <= node.restarts(there(1, start), earlier) <= len(earlier)
+    assert 0 <= restarts.times(there(1, start), earlier) <= len(earlier)

@@ -1,0 +1,117 @@
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The program of the acting host: read, and if told so release, a batch of targets.
+
+One execution serves any number of targets of this host: one scan of its processes is shared, and
+each target has its own thread and deadlines, so that one that hangs does not hold up the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    node,
+    nvidia_smi,
+    verdict,
+    work,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing takes a quarter as long to import as Python takes to start
+    from typing import Any
+
+# The answer is the rest of the line after this word; whatever else reaches stdout is noise.
+SENTINEL = "gpuops-answer "
+
+
+def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> dict[str, Any]:
+    """Serve one request: ``verb`` (state or release), ``targets``, ``earlier`` (by target, the
+    actions of this run so far), and for release ``rung`` and ``check``.
+
+    :param readers: those of the targets, if they were started already.
+
+    Returns what :func:`summary` says; a target whose work failed in an unforeseen way is
+    ``unknown`` with the error as its reason.
+    """
+    specs = request["targets"]
+    if os.geteuid() != 0:
+        judged = verdict.Verdict(
+            verdict.UNKNOWN,
+            "gpuops must be root on the acting host; it runs as user id %d" % os.geteuid(),
+            "set ansible_user: root or become: true",
+        )
+        return summary(
+            {spec["name"]: work.bare_result(spec["name"], judged) for spec in specs}, 0.0
+        )
+    readers = readers or nvidia_smi.Readers(specs)
+    timeout = max([verdict.Target(spec).smi_timeout for spec in specs], default=10.0)
+    host = node.Node(timeout, readers.stuck)
+    results: dict[str, dict[str, Any]] = {}
+    queue = list(reversed(specs))
+
+    def worker() -> None:
+        while True:
+            try:
+                spec = queue.pop()
+            except IndexError:
+                return
+            session = readers.of(spec)
+            results[spec["name"]] = _serve(host, verdict.Target(spec), session, request)
+
+    workers = min(nvidia_smi.TARGETS_AT_ONCE, len(specs))
+    threads = [threading.Thread(target=worker, daemon=True) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    host.session.close()
+    return summary(results, time.monotonic() - host.began)
+
+
+def _serve(
+    host: node.Node, target: verdict.Target, session: nvidia_smi.Session, request: dict[str, Any]
+) -> dict[str, Any]:
+    part = work.Work(host, target, session, request["earlier"].get(target.name, []))
+    try:
+        result = _result(part, request)
+    except Exception as error:  # One target's failure must not take the others' answers along.
+        reason = "internal error: %s: %s" % (type(error).__name__, error)
+        result = part.result(verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug"))
+    finally:
+        part.close()
+    # When it was so: an old proof must not pass for a fresh one because the batch took long.
+    result["done"] = time.monotonic() - host.began
+    return result
+
+
+def _result(part: work.Work, request: dict[str, Any]) -> dict[str, Any]:
+    if request["verb"] == "state":
+        return part.state()
+    if request["check"]:
+        return part.plan(request["rung"])
+    return part.release(request["rung"])
+
+
+def summary(results: dict[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The answer for a batch: the results, and what is true of any or all of them."""
+    each = results.values()
+    return {
+        "hosts": results,
+        "changed": any(result["changed"] for result in each),
+        "settled": all(result["settled"] for result in each),
+        "waiting": any(result["waiting"] for result in each),
+        "seconds": seconds,
+    }
+
+
+def main(request: dict[str, Any], readers: nvidia_smi.Readers | None) -> None:
+    """Answer a request on standard output, and end without waiting for anything stuck."""
+    sys.stdout.write("\n" + SENTINEL + json.dumps(run(request, readers)) + "\n")
+    sys.stdout.flush()
+    os._exit(0)

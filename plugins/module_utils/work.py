@@ -1,0 +1,495 @@
+# Copyright (c) the gpuops authors
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""One target's part of a run: reading, looking, signalling, waiting, and what comes of it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    deadline,
+    holders,
+    node,
+    nvidia_smi,
+    restarts,
+    signals,
+    turns,
+    verdict,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing takes a quarter as long to import as Python takes to start
+    from collections.abc import Callable
+    from typing import Any
+
+STDOUT = 1
+
+# Seconds after SIGKILL from which a process that is still there counts as unkillable.
+UNKILLABLE_AFTER = 5.0
+
+# MiB of a GPU in use that the driver may keep for itself beside what it lists for the processes.
+DRIVERS_OWN_MIB = 512
+
+# Seconds between looks for new holders while memory is being released, doubled each time.
+FIRST_LOOK_AFTER = 0.4
+# Seconds for which readings follow each other without a pause: most releases take less.
+NO_PAUSE_BEFORE = 1.0
+# The longest pause between two readings of memory, in seconds.
+LONGEST_PAUSE = 0.25
+
+
+class Work:
+    """One target's part of a run: its reader, its readings and what comes of them."""
+
+    def __init__(
+        self,
+        host: node.Node,
+        target: verdict.Target,
+        session: nvidia_smi.Session,
+        earlier: list[dict[str, Any]],
+    ) -> None:
+        self.node = host
+        self.target = target
+        target.inside = host.in_container and not target.vmid
+        self.session = session
+        self.loop: nvidia_smi.Loop | None = None
+        self.earlier = earlier
+        # No look may be older than this.
+        self.began = max(host.began, session.opened)
+        self.readings: list[nvidia_smi.Reading] = []
+        self.view = verdict.View()
+        self.scan: holders.Scan | None = None
+        self.actions: list[dict[str, Any]] = []
+        self.timings: dict[str, float] = {}
+        self.first_signal = 0.0
+        self.nodes = 0
+
+    def count_nodes(self) -> None:
+        """How many GPUs the place should show: as many as it has device nodes."""
+        try:
+            text, code = self.session.answer()
+        except nvidia_smi.SmiError:
+            return  # The reading that follows fails in the same way and says so.
+        names = text.split() if code == 0 else []
+        self.nodes = sum(1 for name in names if name[:6] == "nvidia" and name[6:].isdigit())
+
+    def read(self) -> bool:
+        """Keep the answer to the last question; where a loop reads, its next one, if there is any.
+
+        Returns whether there was one.
+        """
+        reading = self.loop.reading(LONGEST_PAUSE) if self.loop else self.session.gpus()
+        if self.loop and self.loop.over:
+            self.end_loop()
+        if reading is None:
+            return False
+        for gpu in reading.gpus:
+            gpu.minor = self.node.minors.get(gpu.uuid)
+        self.readings.append(reading)
+        return True
+
+    def close(self) -> None:
+        """End what reads for this target."""
+        self.end_loop()
+        self.session.close()
+
+    def start_loop(self) -> None:
+        """Notice zero as soon as it is true, if a loop begins in time; else single calls do."""
+        self.loop = nvidia_smi.Loop(self.session, self.readings[-1])
+        if self.loop.reading(LONGEST_PAUSE) is None:
+            self.end_loop()
+
+    def end_loop(self) -> None:
+        """Read by single calls from now on."""
+        if self.loop:
+            self.loop.close()
+            self.loop = None
+
+    def wanted(self) -> list[nvidia_smi.Gpu]:
+        """The GPUs of the last reading that this run is about."""
+        last = self.readings[-1].gpus if self.readings else []
+        return [gpu for gpu in last if self.target.wants(gpu)]
+
+    def problem(self) -> str:
+        """What is wrong with the last reading, if anything."""
+        return verdict.unreadable(self.target, self.readings[-1], self.nodes)
+
+    def all_zero(self) -> bool:
+        """Did the last reading show zero everywhere?"""
+        return not self.problem() and all(self.target.is_zero(gpu) for gpu in self.wanted())
+
+    def look(self, since: float) -> None:
+        """Find the holders; look deeply if those found do not explain the memory in use."""
+        self.scan = self.node.look(since, deep=self.target.holders_only)
+        self.view = self.node.view(self.target, self.scan)
+        if not self.scan.deep and not self.problem() and self._unexplained():
+            self.scan = self.node.look(since, deep=True)
+            self.view = self.node.view(self.target, self.scan)
+
+    def _unexplained(self) -> bool:
+        return any(
+            not self.target.is_zero(gpu)
+            and (not self.explained(gpu) or (self.loose_mib(gpu) or 0) > DRIVERS_OWN_MIB)
+            for gpu in self.wanted()
+        )
+
+    def explained(self, gpu: nvidia_smi.Gpu) -> bool:
+        """Is there a living holder that may own this GPU's memory?"""
+        everyone = self.view.mine + [holder for holder, _ in self.view.spared]
+        return any(
+            verdict.explains(holder, gpu.minor)
+            for holder in everyone
+            if gpu.minor is None or gpu.minor in holder.gpus
+        )
+
+    def loose_mib(self, gpu: nvidia_smi.Gpu) -> int | None:
+        """MiB of this GPU that the driver ascribes to no process; ``None`` where not known."""
+        if gpu.used_mib is None or gpu.minor is None or self.scan is None:
+            return None
+        known = 0
+        for holder in self.scan.holders.values():
+            used = holder.used_mib.get(gpu.minor, 0)
+            if used is None:
+                return None
+            known += used
+        return max(0, gpu.used_mib - known)
+
+    def state(self) -> dict[str, Any]:
+        """Look and read, and take the second reading too if it can prove something."""
+        self.count_nodes()
+        self.read()
+        if self.session.lost:
+            # One call that hangs is enough: the driver's list would be the second.
+            self.node.do_without_list(self.session.lost)
+        self.look(self.began)
+        if self.all_zero():
+            self.read()
+        return self.result()
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """The GPUs of the last reading with verdict and unattributed memory."""
+        rows = []
+        for gpu in self.wanted():
+            row = gpu.as_dict()
+            row["verdict"] = verdict.judge_gpu(self.target, gpu, self.view)
+            row["unattributed_mib"] = self.loose_mib(gpu)
+            rows.append(row)
+        return rows
+
+    def judge(self) -> verdict.Verdict:
+        """The verdict on what was read and seen last; who keeps coming back is named."""
+        judged = verdict.judge(self.target, self.readings, self.view, self.nodes)
+        returned = self.returned(1)
+        if judged.word == verdict.HELD and returned:
+            return verdict.restarted(returned[0], *restarts.supervisor(returned[0]))
+        return judged
+
+    def returned(self, times: int) -> list[holders.Holder]:
+        """Those of mine that have come back at least so often after having been ended."""
+        return [
+            holder for holder in self.view.mine if restarts.times(holder, self.earlier) >= times
+        ]
+
+    def result(self, judged: verdict.Verdict | None = None) -> dict[str, Any]:
+        """Everything about this target as plain data."""
+        judged = judged or self.judge()
+        result = bare_result(self.target.name, judged)
+        result.update(
+            place=self.target.place,
+            inside=self.target.inside,
+            scope=self.target.scope,
+            holders_only=self.target.holders_only,
+            gpus=self.gpus(),
+            holders=[holder.as_dict() for holder in self.view.mine],
+            spared=[dict(holder.as_dict(), why=why) for holder, why in self.view.spared],
+            stuck={str(pid): why for pid, why in self.view.stuck.items()},
+            actions=self.actions,
+            changed=any(each["result"] == "sent" for each in self.actions),
+            settled=judged.word != verdict.HELD or not self.concerned(),
+            waiting=judged.word == verdict.HELD and not self.returned(1),
+            readings=len(self.readings),
+            timings=self.timings,
+            problems=self.node.problems,
+        )
+        if self.scan is not None:
+            result["scan"] = {
+                "seconds": self.scan.seconds,
+                "processes": self.scan.processes,
+                "deep": self.scan.deep,
+            }
+        return result
+
+    def release(self, rung: dict[str, Any]) -> dict[str, Any]:
+        """Climb one rung, when no other run is at work on this target.
+
+        :param rung: ``name``, ``select``, ``signal`` and ``wait`` (seconds).
+        """
+        turn = turns.Turn(self.target.vmid)
+        try:
+            waited = turn.take(float(rung["wait"]) + self.target.smi_timeout)
+            if waited is None:
+                return self.result(verdict.busy(self.target))
+            if waited > 0:
+                # What was asked before the turn may be about a world that is gone.
+                self.session.drop_answers()
+                self.session.ask(*nvidia_smi.FIRST_QUESTIONS)
+                self.began = time.monotonic()
+            return self.climb(rung, turn)
+        finally:
+            turn.end()
+
+    def climb(self, rung: dict[str, Any], turn: turns.Turn) -> dict[str, Any]:
+        """Choose, signal, and wait until clean or until waiting is pointless."""
+        result = self.state()
+        if result["verdict"] != verdict.HELD:
+            return result
+        if self.returned(restarts.MOST):
+            return dict(result, settled=True)
+        strangers = self.strangers()
+        if strangers and not self.earlier:
+            named = "; ".join(verdict.short(each) for each in strangers[:3])
+            refused = "not in the plan, or changed since: %s; make a new plan" % named
+            return dict(result, settled=True, refused=refused)
+        chosen = [
+            holder
+            for holder in self.choose(rung["select"])
+            if holder not in strangers and not turn.was_told(holder, rung["signal"])
+        ]
+        if not chosen:
+            return result
+        watch = restarts.WATCH if any(restarts.supervised(each, chosen) for each in chosen) else 0.0
+        end_if_nobody_listens()
+        # What was asked before the signal proves nothing.
+        self.session.drop_answers()
+        if not self.all_zero():
+            self.start_loop()
+        grips = self.signal_all(chosen, rung)
+        turn.remember(self.actions)
+        self.wait(grips, rung, watch)
+        turn.remember([])
+        return dict(self.result(), before=result["gpus"])
+
+    def plan(self, rung: dict[str, Any]) -> dict[str, Any]:
+        """Whom this rung would signal, if those that the rungs before would have ended are gone."""
+        result = self.state()
+        if result["verdict"] != verdict.HELD:
+            return result
+        done = {each["node_pid"] for each in self.earlier}
+        left = [holder for holder in self.concerned() if holder.pid not in done]
+        chosen = [holder for holder in self.choose(rung["select"]) if holder in left]
+        return dict(
+            result,
+            actions=[action(holder, rung, "would be sent") for holder in chosen],
+            changed=bool(chosen),
+            settled=len(chosen) == len(left),
+            plan=[verdict.plan_entry(holder) for holder in self.concerned()],
+        )
+
+    def strangers(self) -> list[holders.Holder]:
+        """Those that the plan, if there is one, does not know as they are now."""
+        plan = self.target.plan
+        if plan is None:
+            return []
+        return [each for each in self.concerned() if verdict.plan_entry(each) not in plan]
+
+    def choose(self, select: str) -> list[holders.Holder]:
+        """The holders that a rung is about, out of those in scope and not protected."""
+        dirty = {gpu.minor for gpu in self.wanted() if not self.target.is_zero(gpu)}
+        return [holder for holder in self.concerned() if SELECTIONS[select](holder, dirty)]
+
+    def concerned(self) -> list[holders.Holder]:
+        """Those of mine that hold a GPU this run is about, or none but the control nodes.
+
+        What a container sees is what it is about: the Proxmox host may have other GPUs, and with
+        the scope ``everything`` their holders are in scope too.
+        """
+        asked = {gpu.minor for gpu in self.wanted()}
+        whole = not self.target.gpus and not (self.target.vmid and self.target.scope != "container")
+        return [holder for holder in self.view.mine if whole or holder.gpus & asked]
+
+    def signal_all(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
+        """Signal each of these that is still itself, still in scope, and still holds a device.
+
+        All is read again while the handles are open: a number may have passed to another process
+        in the middle of the look, which then mixed the evidence of one with the name of the other.
+        """
+        if rung["signal"] == "quit":
+            return self.quit_mps(chosen, rung)
+        grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
+        still = holders.scan(self.node.devices, deep=True, pids=[grip.pid for grip in grips])
+        sent = []
+        home = self.node.home(self.target)
+        self.first_signal = time.monotonic()
+        for holder, grip in zip(chosen, grips):
+            now = still.holders.get(grip.pid)
+            if now is None:
+                outcome = "let go"
+            elif not self.node.identify(now) or now.start != holder.start:
+                outcome = "gone"
+            elif self.node.why_not(self.target, now, home):
+                outcome = "changed"
+            else:
+                outcome = grip.send(rung["signal"])
+            self.actions.append(action(holder, rung, outcome))
+            if outcome == "sent":
+                sent.append(grip)
+            else:
+                grip.close()
+        return sent
+
+    def quit_mps(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
+        """Tell the MPS daemons of these to quit, each once."""
+        grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
+        self.first_signal = time.monotonic()
+        home = self.node.home(self.target)
+        outcome: dict[str, str] = {}
+        for holder, grip in zip(chosen, grips):
+            directory = holders.mps_directory(holder.pid)
+            if not grip.same() or self.node.why_not(self.target, holder, home):
+                result = "changed"
+            elif holder.namespaces[:1] != [home]:
+                # Its pipes are in a file system of its own: the same path here is another daemon's.
+                result = "out of reach"
+            else:
+                if directory not in outcome:
+                    outcome[directory] = self.session.quit_mps(directory)
+                result = outcome[directory]
+            self.actions.append(action(holder, rung, result))
+        return grips
+
+    def wait(self, grips: list[signals.Grip], rung: dict[str, Any], watch: float) -> None:
+        """Read until two zeros with everybody gone, or until more waiting cannot help.
+
+        :param watch: seconds for which it must stay so, because somebody may restart what ended.
+        """
+        began = self.first_signal
+        pause = Pause(began)
+        zeros = 0
+        looked = False  # since the first of the zeros
+        while True:
+            end_if_nobody_listens()
+            if not self.loop:
+                self.session.ask("gpus")
+            alive = [grip for grip in grips if not grip.ended()]
+            if zeros and not alive and not looked:
+                self.look(time.monotonic())
+                looked = True
+            news = self.read()
+            alive = [grip for grip in alive if not grip.ended()]
+            elapsed = time.monotonic() - began
+            if self.problem():
+                break
+            zeros = zeros + 1 if self.all_zero() else 0
+            looked = looked and zeros > 0
+            if news and (zeros or elapsed > NO_PAUSE_BEFORE):
+                self.end_loop()
+            if zeros in (1, 2):
+                self.timings["second_zero" if zeros == 2 else "zero"] = elapsed
+            if zeros >= 2 and not alive and looked:
+                if self.concerned() or elapsed >= self.timings["zero"] + watch:
+                    break
+                looked = False
+                time.sleep(LONGEST_PAUSE)
+            stuck = alive if rung["signal"] == "KILL" and elapsed > UNKILLABLE_AFTER else []
+            if stuck or elapsed > float(rung["wait"]):
+                self.look(time.monotonic())
+                self.name_stuck({grip.pid for grip in stuck})
+                break
+            if not alive and not zeros and pause.time_to_look():
+                self.look(time.monotonic())
+                if all(self.target.is_zero(gpu) or self.explained(gpu) for gpu in self.wanted()):
+                    break  # Somebody else owns what is left: the next rung's matter, or foreign.
+            if not zeros and not self.loop:
+                pause.between_readings()
+        for grip in grips:
+            grip.close()
+
+    def name_stuck(self, pids: set[int]) -> None:
+        """Record what those that outlived SIGKILL are waiting for."""
+        for holder in self.view.mine:
+            if holder.pid in pids:
+                self.view.stuck[holder.pid] = signals.why_stuck(holder.pid)
+
+
+class Pause:
+    """How long to wait between readings and between looks: short at first, then longer."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.next_look = began
+        self.patience = FIRST_LOOK_AFTER
+
+    def time_to_look(self) -> bool:
+        """Is a look for new holders due? The first at once, then ever more rarely."""
+        if time.monotonic() < self.next_look:
+            return False
+        self.next_look = time.monotonic() + self.patience
+        self.patience *= 2
+        return True
+
+    def between_readings(self) -> None:
+        """None at first, nvidia-smi takes its time itself; later a twentieth of what was waited."""
+        waited = time.monotonic() - self.began
+        if waited > NO_PAUSE_BEFORE:
+            time.sleep(min(LONGEST_PAUSE, waited / 20))
+
+
+# What a rung is about: holder and the minor numbers of the GPUs that are not zero.
+SELECTIONS: dict[str, Callable[[holders.Holder, set[int | None]], bool]] = {
+    "mps": lambda holder, dirty: holder.is_mps,
+    # The service itself is told to quit first and killed last: its clients depend on it.
+    "workloads": lambda holder, dirty: (
+        holder.is_workload and not holder.escaped and not holder.is_mps
+    ),
+    "dirty_gpus": lambda holder, dirty: (
+        bool(holder.gpus & dirty) and not holder.escaped and not holder.is_mps
+    ),
+    "devices": lambda holder, dirty: not holder.escaped,
+    "escaped": lambda holder, dirty: holder.escaped,
+}
+
+
+def action(holder: holders.Holder, rung: dict[str, Any], outcome: str) -> dict[str, Any]:
+    """What was done to whom and when (clock ticks since boot), for the record."""
+    return dict(
+        holder.as_dict(),
+        rung=rung["name"],
+        signal=rung["signal"],
+        result=outcome,
+        at=holders.ticks_since_boot(),
+    )
+
+
+def end_if_nobody_listens() -> None:
+    """End at once when the controller is gone: what it began, its next run looks at anew."""
+    if deadline.is_broken(STDOUT):
+        os._exit(1)
+
+
+def bare_result(name: str, judged: verdict.Verdict) -> dict[str, Any]:
+    """A result with a verdict and nothing else known yet.
+
+    ``settled``: nothing left for a further rung, be it clean, hopeless, or nobody there to signal.
+    ``waiting``: it may become clean by itself; the driver is still releasing, or a server ending.
+    """
+    return {
+        "name": name,
+        "verdict": judged.word,
+        "reason": judged.reason,
+        "remedy": judged.remedy,
+        "changed": False,
+        "settled": True,
+        "waiting": False,
+        "gpus": [],
+        "holders": [],
+        "spared": [],
+        "stuck": {},
+        "actions": [],
+        "plan": [],
+        "refused": "",
+        "timings": {},
+        "done": 0.0,
+        "problems": [],
+    }
