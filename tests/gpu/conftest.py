@@ -77,4 +77,4 @@ def bench(folder: Path, watcher: parts.Watcher) -> Iterator[parts.Bench]:
     made = parts.Bench(folder)
     yield made
     made.end_all()
-    parts.wait_for("the GPU is idle again", lambda: watcher.mib == 0, 10)
+    parts.wait_for("the GPUs are idle again", lambda: not any(parts.truth()[0]), 10)

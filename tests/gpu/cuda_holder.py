@@ -119,7 +119,10 @@ def close_devices() -> None:
 def hold(options: argparse.Namespace) -> None:
     """Take the memory and stay, in the way that the kind says."""
     cuda = Cuda()
-    cuda.start(options.device)
+    for device in options.devices:
+        cuda.start(device)
+        if device != options.devices[-1]:
+            cuda.allocate(int(options.gib * GIB))
     if options.kind == "ipc-importer":
         handle, pointer = IpcHandle(), ctypes.c_uint64()
         ctypes.memmove(
@@ -157,7 +160,7 @@ def monitor(options: argparse.Namespace) -> None:
     handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
     for code in (
         nvml.nvmlInit_v2(),
-        nvml.nvmlDeviceGetHandleByIndex_v2(options.device, ctypes.byref(handle)),
+        nvml.nvmlDeviceGetHandleByIndex_v2(options.devices[0], ctypes.byref(handle)),
     ):
         if code:
             raise SystemExit(f"NVML failed with error {code}")
@@ -174,6 +177,7 @@ def become_orphan(options: argparse.Namespace) -> None:
     os.setsid()
     argv = [options.name + "_TP0", str(Path(__file__)), "plain", "--name", options.name]
     argv += ["--gib", str(options.gib), "--ready", str(options.ready)]
+    argv += ["--devices", *map(str, options.devices)]
     environment = dict(os.environ, PYTHONHOME=sys.base_prefix)
     python = str(Path(f"/proc/{os.getpid()}/exe").resolve())
     os.execve(python, argv, environment)
@@ -185,7 +189,7 @@ def main() -> None:
     kinds = "plain ignore-term stopped orphan dead-main mapped-only ipc-exporter ipc-importer busy"
     parser.add_argument("kind", choices=[*kinds.split(), "nvml", "open-only", "idle"])
     parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--devices", type=int, nargs="+", default=[0], help="the same on each")
     parser.add_argument("--name", default="")
     parser.add_argument("--ready", type=Path, required=True)
     options = parser.parse_args()
@@ -196,7 +200,7 @@ def main() -> None:
     if options.kind == "nvml":
         monitor(options)
     elif options.kind == "open-only":
-        os.open(f"/dev/nvidia{options.device}", os.O_RDWR)
+        os.open(f"/dev/nvidia{options.devices[0]}", os.O_RDWR)
         say_ready(options.ready)
         stay()
     elif options.kind == "idle":

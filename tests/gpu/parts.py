@@ -77,6 +77,14 @@ def truth() -> tuple[list[int], list[str]]:
     return used, apps
 
 
+def minors() -> tuple[dict[str, int], dict[str, int]]:
+    """UUID to minor number, as the tool and as the driver's own files say it."""
+    from ansible_collections.gpuops.gpu.plugins.module_utils import nvidia_smi
+
+    text = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, check=True).stdout
+    return nvidia_smi.parse_minors(text), nvidia_smi.minors_from_proc()
+
+
 def utilisation() -> int:
     """Per cent, as nvidia-smi says it."""
     return int(smi("--query-gpu=utilization.gpu").split()[0])
@@ -229,12 +237,14 @@ class Bench:
         *,
         name: str = "sglang::sched",
         vmid: int = 0,
+        devices: tuple[int, ...] = (0,),
         environment: dict[str, str] | None = None,
         wait: bool = True,
     ) -> Process:
         """One holder of a kind, in a container or not, ready when this returns."""
         ready = self.ready_file()
         argv = [NODE_PYTHON, str(HOLDER), kind, "--gib", str(gib), "--ready", str(ready)]
+        argv += ["--devices", *map(str, devices)]
         return self.launch(
             f"{kind} {gib:g} GiB",
             [*argv, "--name", name],
@@ -258,7 +268,8 @@ class Bench:
         way_in = ["lxc-attach", "-n", str(vmid), "--"] if vmid else []
         popen = subprocess.Popen(
             [*way_in, *argv],
-            env={**os.environ, **(environment or {})},
+            # Numbered as nvidia-smi does.
+            env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(environment or {})},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -165,7 +165,8 @@ class Figures:
         return "\n\n".join(section for section in sections if section) + "\n"
 
     def _head(self) -> str:
-        name, driver, total = parts.smi("--query-gpu=name,driver_version,memory.total").split(", ")
+        lines = parts.smi("--query-gpu=name,driver_version,memory.total").strip().splitlines()
+        name, driver, total = lines[0].split(", ")
         ansible = subprocess.run(
             [sys.executable, "-m", "ansible", "adhoc", "--version"],
             capture_output=True,
@@ -190,7 +191,7 @@ own that reads NVML every 2 ms.
 | | |
 |---|---|
 | date | {self.began:%Y-%m-%d %H:%M} UTC, {self.seconds:.0f} s for everything |
-| machine | one {name}, {total.strip()} MiB; {os.cpu_count()} CPUs; kernel {platform.release()} |
+| machine | {len(lines)} {name}, {total} MiB; {os.cpu_count()} CPUs; kernel {platform.release()} |
 | driver | {driver} |
 | software | {ansible.replace("adhoc ", "").replace("[", "")}, Python {platform.python_version()}; \
 on the node side {parts.NODE_PYTHON} ({node}) |

@@ -35,6 +35,6 @@ fi
 
 # A run of only some tests must not replace the record of a whole one.
 if [ $# = 0 ]; then
-  export GPU_TEST_DOC=${GPU_TEST_DOC:-docs/real-gpu.md}
+  export GPU_TEST_DOC=${GPU_TEST_DOC:-docs/real-gpu.md} GPU_TEST_TWO_DOC=${GPU_TEST_TWO_DOC:-docs/real-two-gpus.md}
 fi
 "$python" -m pytest -p no:cacheprovider --timeout=120 --tb=short -q -rA --show-capture=no tests/gpu "$@"
