@@ -21,6 +21,13 @@ CLEAN, HELD, BLOCKED, UNKILLABLE, UNKNOWN = "clean", "held", "blocked", "unkilla
 # The worst of a host's GPUs is the host's verdict.
 SEVERITY = (CLEAN, BLOCKED, HELD, UNKILLABLE, UNKNOWN)
 
+# MiB that a GPU may show because it is open, and nobody computes on it: CUDA opens every GPU that
+# it can see, which takes 4 MiB of each, for one process as for eight (two H200, driver 580).
+OPENED_MIB = 64
+
+# Why a run that is about some GPUs spares a holder of others.
+LEFT_OUT = "left out by gpuops_gpus"
+
 # The kernel cuts a process's name after 15 characters.
 COMM_LENGTH = 15
 
@@ -71,10 +78,14 @@ class Target:
         return named[0] if named else 0
 
     def is_zero(self, gpu: nvidia_smi.Gpu) -> bool:
-        """Read, and not above the declared baseline? Where holders alone decide, always."""
+        """Read, and not above the declared baseline? Where holders alone decide, always.
+
+        From inside a container it is not seen whose memory it is, or who else holds the GPU:
+        nothing but 0 MiB proves anything there.
+        """
         if gpu.used_mib is None:
-            return self.holders_only
-        return gpu.used_mib <= self.baseline(gpu)
+            return self.holders_only and not self.inside
+        return gpu.used_mib <= (0 if self.inside else self.baseline(gpu))
 
 
 def is_called(gpu: nvidia_smi.Gpu, name: str) -> bool:
@@ -119,29 +130,72 @@ class View:
         """Mine on this GPU; a GPU whose minor number is not known may be held by any of them."""
         return [holder for holder in self.mine if minor is None or minor in holder.gpus]
 
-    def in_the_way(self, minor: int | None, zero: bool) -> list[tuple[holders.Holder, str]]:
+    def in_the_way(self, gpu: nvidia_smi.Gpu, zero: bool) -> list[tuple[holders.Holder, str]]:
         """Spared ones that keep this GPU from being clean.
 
-        A protected process (a monitor) may hold a GPU that reads zero; a foreign one may not.
-        On a GPU that is not zero only those count that can own the memory.
+        A GPU that reads zero may be held by a protected process (a monitor), and by one that
+        computes elsewhere only. On one that is not zero those count that can own the memory.
         """
         return [
             (holder, why)
             for holder, why in self.spared
-            if (minor is None or minor in holder.gpus)
-            and (holder.pid not in self.protected if zero else explains(holder, minor))
+            if (gpu.minor is None or gpu.minor in holder.gpus)
+            and (not self.harmless(holder, gpu) if zero else explains(holder, gpu))
         ]
 
+    def harmless(self, holder: holders.Holder, gpu: nvidia_smi.Gpu) -> bool:
+        """May it hold a GPU of which nothing is in use?
 
-def explains(holder: holders.Holder, minor: int | None) -> bool:
-    """May this holder own memory of the GPU?
+        Where the driver tells no memory, what it lists a process for may be any amount.
+        """
+        if gpu.minor in holder.used_mib and gpu.used_mib is None:
+            return False
+        return holder.pid in self.protected or computes_elsewhere(holder, gpu.minor)
 
-    What the driver lists it for, it owns; if the driver lists it nowhere it still may, when it
-    computes (has unified memory open) or holds the GPU without a descriptor of its own.
+    def limit(self, asked: set[int | None]) -> None:
+        """Spare those of mine that hold the GPUs asked for but are not known to compute there."""
+        for holder in [each for each in self.mine if each.gpus & asked]:
+            if holder.used_mib and not asked & set(holder.used_mib):
+                why = "it computes on other GPUs only"
+            elif not holder.used_mib and not holder.gpus <= asked:
+                why = "it holds other GPUs too, and the driver does not say where it computes"
+            else:
+                continue
+            self.mine.remove(holder)
+            self.spared.append((holder, "%s: %s" % (LEFT_OUT, why)))
+
+    def keep_shared_mps(self) -> None:
+        """Protect an MPS that serves somebody who is not to be touched: with it goes their work."""
+        for service in [holder for holder in self.mine if holder.is_mps]:
+            others = [
+                holder
+                for holder, _ in self.spared
+                if holder.pid not in self.protected and holder.gpus & service.gpus
+            ]
+            if others:
+                self.mine.remove(service)
+                self.protected.add(service.pid)
+                why = "protected: it may serve %s, which is spared" % short(others[0])
+                self.spared.append((service, why))
+
+
+def computes_elsewhere(holder: holders.Holder, minor: int | None) -> bool:
+    """Does the driver list it, and not on this GPU? Then it has merely opened it."""
+    return bool(holder.used_mib) and minor is not None and minor not in holder.used_mib
+
+
+def explains(holder: holders.Holder, gpu: nvidia_smi.Gpu) -> bool:
+    """May this holder own what is in use of the GPU?
+
+    What the driver lists it for, it owns; what it has merely opened, a little of. If the driver
+    lists it nowhere it still may, when it computes (has unified memory open) or holds the GPU
+    without a descriptor of its own.
     """
+    if computes_elsewhere(holder, gpu.minor):
+        return gpu.minor in holder.gpus and (gpu.used_mib or 0) <= OPENED_MIB
     if holder.used_mib:
-        return minor is None or holder.used_mib.get(minor, 0) != 0
-    how = holder.evidence.get("gpu%s" % minor, set())
+        return gpu.minor is None or holder.used_mib[gpu.minor] != 0
+    how = holder.evidence.get("gpu%s" % gpu.minor, set())
     return holder.is_workload or (bool(how) and "descriptor" not in how)
 
 
@@ -198,7 +252,7 @@ def judge_gpu(target: Target, gpu: nvidia_smi.Gpu, view: View) -> str:
         return UNKILLABLE
     if held:
         return HELD
-    if view.in_the_way(gpu.minor, zero):
+    if view.in_the_way(gpu, zero):
         return BLOCKED
     if zero:
         return CLEAN
@@ -271,10 +325,15 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
         others = {}
         remedy = "stop it where it belongs, or widen gpuops_scope or -l to include its owner"
         for gpu in bad:
-            for holder, why in view.in_the_way(gpu.minor, target.is_zero(gpu)):
+            for holder, why in view.in_the_way(gpu, target.is_zero(gpu)):
                 others[holder.pid] = "%s, %s" % (short(holder), why)
-                if holder.is_mps and why.startswith("protected"):
+                if holder.is_mps and why.startswith("protected") and not target.quits_mps:
                     remedy = "set gpuops_mps=quit to have MPS told to quit"
+                elif why.startswith(LEFT_OUT):
+                    remedy = (
+                        "name its other GPUs in gpuops_gpus too, or set gpuops_baseline_mib "
+                        "where what it has merely opened may stay"
+                    )
         if others:
             return Verdict(
                 word,
@@ -320,7 +379,10 @@ def restarted(holder: holders.Holder, by: str, remedy: str) -> Verdict:
 
 def memory_sentence(gpus: list[nvidia_smi.Gpu]) -> str:
     """``GPU 1: 76115 MiB, GPU 2: 0 MiB``, cut after a few."""
-    parts = ["GPU %d: %s MiB" % (gpu.index, gpu.used_mib) for gpu in gpus]
+    parts = [
+        "GPU %d: %s" % (gpu.index, "%d MiB" % gpu.used_mib if gpu.used_mib is not None else "-")
+        for gpu in gpus
+    ]
     return ", ".join(parts[:8]) + (" and %d more" % (len(parts) - 8) if len(parts) > 8 else "")
 
 

@@ -122,11 +122,21 @@ class Work:
 
     def look(self, since: float) -> None:
         """Find the holders; look deeply if those found do not explain the memory in use."""
-        self.scan = self.node.look(since, deep=self.target.holders_only)
-        self.view = self.node.view(self.target, self.scan)
-        if not self.scan.deep and not self.problem() and self._unexplained():
+        # Memory in use hints at holders that a quick look misses; where none is, nothing does.
+        self.scan = self.node.look(since, deep=self.target.holders_only or self.all_zero())
+        self.view = self.sort(self.scan)
+        if not self.problem() and self._unexplained():
             self.scan = self.node.look(since, deep=True)
-            self.view = self.node.view(self.target, self.scan)
+            self.view = self.sort(self.scan)
+
+    def sort(self, found: holders.Scan) -> verdict.View:
+        """What may be done to whom of those found."""
+        view = self.node.view(self.target, found)
+        if self.target.gpus:
+            view.limit({gpu.minor for gpu in self.wanted()})
+        if self.target.quits_mps:
+            view.keep_shared_mps()
+        return view
 
     def _unexplained(self) -> bool:
         return any(
@@ -139,7 +149,7 @@ class Work:
         """Is there a living holder that may own this GPU's memory?"""
         everyone = self.view.mine + [holder for holder, _ in self.view.spared]
         return any(
-            verdict.explains(holder, gpu.minor)
+            verdict.explains(holder, gpu)
             for holder in everyone
             if gpu.minor is None or gpu.minor in holder.gpus
         )
@@ -207,7 +217,7 @@ class Work:
             stuck={str(pid): why for pid, why in self.view.stuck.items()},
             actions=self.actions,
             changed=any(each["result"] == "sent" for each in self.actions),
-            settled=judged.word != verdict.HELD or not self.concerned(),
+            settled=judged.word != verdict.HELD or not self.concerned(self.view),
             waiting=judged.word == verdict.HELD and not self.returned(1),
             readings=len(self.readings),
             timings=self.timings,
@@ -247,14 +257,14 @@ class Work:
             return result
         if self.returned(restarts.MOST):
             return dict(result, settled=True)
-        strangers = self.strangers()
+        strangers = self.strangers(self.view)
         if strangers and not self.earlier:
             named = "; ".join(verdict.short(each) for each in strangers[:3])
             refused = "not in the plan, or changed since: %s; make a new plan" % named
             return dict(result, settled=True, refused=refused)
         chosen = [
             holder
-            for holder in self.choose(rung["select"])
+            for holder in self.choose(rung["select"], self.view)
             if holder not in strangers and not turn.was_told(holder, rung["signal"])
         ]
         if not chosen:
@@ -277,29 +287,29 @@ class Work:
         if result["verdict"] != verdict.HELD:
             return result
         done = {each["node_pid"] for each in self.earlier}
-        left = [holder for holder in self.concerned() if holder.pid not in done]
-        chosen = [holder for holder in self.choose(rung["select"]) if holder in left]
+        left = [holder for holder in self.concerned(self.view) if holder.pid not in done]
+        chosen = [holder for holder in self.choose(rung["select"], self.view) if holder in left]
         return dict(
             result,
             actions=[action(holder, rung, "would be sent") for holder in chosen],
             changed=bool(chosen),
             settled=len(chosen) == len(left),
-            plan=[verdict.plan_entry(holder) for holder in self.concerned()],
+            plan=[verdict.plan_entry(holder) for holder in self.concerned(self.view)],
         )
 
-    def strangers(self) -> list[holders.Holder]:
+    def strangers(self, view: verdict.View) -> list[holders.Holder]:
         """Those that the plan, if there is one, does not know as they are now."""
         plan = self.target.plan
         if plan is None:
             return []
-        return [each for each in self.concerned() if verdict.plan_entry(each) not in plan]
+        return [each for each in self.concerned(view) if verdict.plan_entry(each) not in plan]
 
-    def choose(self, select: str) -> list[holders.Holder]:
+    def choose(self, select: str, view: verdict.View) -> list[holders.Holder]:
         """The holders that a rung is about, out of those in scope and not protected."""
         dirty = {gpu.minor for gpu in self.wanted() if not self.target.is_zero(gpu)}
-        return [holder for holder in self.concerned() if SELECTIONS[select](holder, dirty)]
+        return [holder for holder in self.concerned(view) if SELECTIONS[select](holder, dirty)]
 
-    def concerned(self) -> list[holders.Holder]:
+    def concerned(self, view: verdict.View) -> list[holders.Holder]:
         """Those of mine that hold a GPU this run is about, or none but the control nodes.
 
         What a container sees is what it is about: the Proxmox host may have other GPUs, and with
@@ -307,10 +317,10 @@ class Work:
         """
         asked = {gpu.minor for gpu in self.wanted()}
         whole = not self.target.gpus and not (self.target.vmid and self.target.scope != "container")
-        return [holder for holder in self.view.mine if whole or holder.gpus & asked]
+        return [holder for holder in view.mine if whole or holder.gpus & asked]
 
     def signal_all(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
-        """Signal each of these that is still itself, still in scope, and still holds a device.
+        """Signal each of these that is still the same process, and would still be chosen.
 
         All is read again while the handles are open: a number may have passed to another process
         in the middle of the look, which then mixed the evidence of one with the name of the other.
@@ -318,26 +328,43 @@ class Work:
         if rung["signal"] == "quit":
             return self.quit_mps(chosen, rung)
         grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
-        still = holders.scan(self.node.devices, deep=True, pids=[grip.pid for grip in grips])
+        now = holders.scan(self.node.devices, deep=True, pids=[grip.pid for grip in grips])
+        for holder in chosen:
+            self.recognise(holder, now)
+        view = self.sort(now)
+        strangers = self.strangers(view)
+        due = {each.pid for each in self.choose(rung["select"], view) if each not in strangers}
         sent = []
-        home = self.node.home(self.target)
         self.first_signal = time.monotonic()
         for holder, grip in zip(chosen, grips):
-            now = still.holders.get(grip.pid)
-            if now is None:
-                outcome = "let go"
-            elif not self.node.identify(now) or now.start != holder.start:
-                outcome = "gone"
-            elif self.node.why_not(self.target, now, home):
+            if grip.pid in due:
+                outcome = grip.send(rung["signal"])
+            elif grip.pid in now.holders:
                 outcome = "changed"
             else:
-                outcome = grip.send(rung["signal"])
+                outcome = "gone" if grip.ended() else "let go"
             self.actions.append(action(holder, rung, outcome))
             if outcome == "sent":
                 sent.append(grip)
             else:
                 grip.close()
         return sent
+
+    def recognise(self, holder: holders.Holder, now: holders.Scan) -> None:
+        """Who it is now, in this later look; what is not the same process is taken out of it."""
+        there = now.holders.get(holder.pid)
+        if there is None:
+            return
+        if not self.node.identify(there) or there.start != holder.start:
+            del now.holders[holder.pid]
+            return
+        # The driver is not asked again: where it listed the process, and the device is still held.
+        for device, how in holder.evidence.items():
+            if "driver list" in how and device in there.evidence:
+                there.evidence[device].add("driver list")
+        there.used_mib = {
+            minor: mib for minor, mib in holder.used_mib.items() if minor in there.gpus
+        }
 
     def quit_mps(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
         """Tell the MPS daemons of these to quit, each once."""
@@ -388,12 +415,14 @@ class Work:
             if zeros in (1, 2):
                 self.timings["second_zero" if zeros == 2 else "zero"] = elapsed
             if zeros >= 2 and not alive and looked:
-                if self.concerned() or elapsed >= self.timings["zero"] + watch:
+                if self.concerned(self.view) or elapsed >= self.timings["zero"] + watch:
                     break
                 looked = False
                 time.sleep(LONGEST_PAUSE)
-            stuck = alive if rung["signal"] == "KILL" and elapsed > UNKILLABLE_AFTER else []
-            if stuck or elapsed > float(rung["wait"]):
+            killed = rung["signal"] == "KILL"
+            stuck = alive if killed and elapsed > UNKILLABLE_AFTER else []
+            # Who was killed is waited for in any case: it ends, or it is unkillable.
+            if stuck or (elapsed > float(rung["wait"]) and not (killed and alive)):
                 self.look(time.monotonic())
                 self.name_stuck({grip.pid for grip in stuck})
                 break

@@ -309,19 +309,100 @@ def test_the_verdict_on_each_gpu() -> None:
 def test_what_explains_memory() -> None:
     listed = workload(1, 0)
     listed.used_mib = {0: 100, 1: None, 2: 0}
-    assert [verdict.explains(listed, minor) for minor in (0, 1, 2, 3, None)] == [
-        True,
-        True,  # listed without a number: it may own any amount
-        False,
-        False,
-        True,
-    ]
-    assert verdict.explains(holder(1, {"gpu0": {D}, "nvidia-uvm": {D, MAP}}), 0)
-    assert verdict.explains(holder(1, {"gpu0": {MAP}}), 0)
-    assert verdict.explains(holder(1, {"gpu0": {"task descriptor"}}), 0)
-    assert not verdict.explains(holder(1, {"gpu0": {MAP}}), 1)
-    assert not verdict.explains(monitor(1, 0), 0)
-    assert not verdict.explains(monitor(1, 0), None)
+    listed.evidence["gpu3"] = {D}
+    many = [(0, True), (1, True), (2, False), (3, False), (4, False), (None, True)]
+    for minor, owns in many:
+        # 1: listed without a number: it may own any amount. 3: merely opened.
+        assert verdict.explains(listed, gpu(0, 76115, minor)) is owns, minor
+    assert verdict.explains(listed, gpu(3, verdict.OPENED_MIB))
+    assert not verdict.explains(listed, gpu(3, verdict.OPENED_MIB + 1))
+    assert not verdict.explains(listed, gpu(4, 4))
+    assert verdict.explains(holder(1, {"gpu0": {D}, "nvidia-uvm": {D, MAP}}), gpu(0, 5))
+    assert verdict.explains(holder(1, {"gpu0": {MAP}}), gpu(0, 5))
+    assert verdict.explains(holder(1, {"gpu0": {"task descriptor"}}), gpu(0, 5))
+    assert not verdict.explains(holder(1, {"gpu0": {MAP}}), gpu(1, 5))
+    assert not verdict.explains(monitor(1, 0), gpu(0, 5))
+    assert not verdict.explains(monitor(1, 0), gpu(0, 5, None))
+
+
+def opened(pid: int, computes: int, *others: int, name: str = "python3") -> holders.Holder:
+    """A process as CUDA makes it: on one GPU, with others open."""
+    made = workload(pid, computes, name=name)
+    made.evidence.update({f"gpu{minor}": {D} for minor in others})
+    return made
+
+
+LIMITED = {
+    "on it alone": (workload(8, 0), ""),
+    "on both": (workload(8, 0, 1), ""),
+    "on it, the other opened": (opened(8, 0, 1), ""),
+    "on the other, it opened": (opened(8, 1, 0), "it computes on other GPUs only"),
+    "on the other alone": (workload(8, 1), ""),
+    "not listed, it alone": (holder(8, {"gpu0": {MAP}}), ""),
+    "not listed, both": (
+        holder(8, {"gpu0": {MAP}, "gpu1": {MAP}}),
+        "the driver does not say where it computes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_run_about_one_gpu_spares_who_has_merely_opened_it(name: str) -> None:
+    each, why = LIMITED[name]
+    view = Case([], mine=[each]).view()
+    view.limit({0})
+    assert bool(view.mine) is not bool(why)
+    assert [reason for _, reason in view.spared if why not in reason] == []
+    assert len(view.spared) == bool(why)
+
+
+@pytest.mark.parametrize("of", ["mine", "foreign"])
+def test_who_has_merely_opened_a_gpu_blocks_it_by_its_few_mib_only(of: str) -> None:
+    each = opened(8, 1, 0)
+
+    def judged(used: int, **spec: Any) -> verdict.Verdict:
+        case = Case(twice(used, 2575), spec={"gpus": ["0"], **spec})
+        view = case.view()
+        if of == "mine":
+            view.mine.append(each)
+            view.limit({0})
+        else:
+            view.spared.append((each, "foreign: it belongs to lxc 130"))
+        return verdict.judge(case.target(), case.readings, view, 0)
+
+    few = judged(4)
+    assert (few.word, "pid 8" in few.reason) == ("blocked", True)
+    assert "reboot" not in few.remedy
+    assert judged(4, baseline_mib=4).word == "clean"
+    many = judged(76115)
+    assert (many.word, "no process holds it" in many.reason) == ("held", True)
+
+
+def test_an_mps_that_serves_strangers_is_kept() -> None:
+    service = workload(7, 0, name="nvidia-cuda-mps-server")
+    for foreign, protected, kept in (
+        ([], [], False),
+        ([workload(9, 0)], [], True),
+        ([workload(9, 1)], [], False),
+        ([], [monitor(9, 0)], False),
+    ):
+        view = Case([], mine=[service], foreign=foreign, protected=protected).view()
+        view.keep_shared_mps()
+        assert (service not in view.mine) is kept
+        assert (service.pid in view.protected) is kept
+
+
+@pytest.mark.parametrize(("used", "word"), [(0, "clean"), (4, "blocked"), (None, "blocked")])
+def test_from_inside_only_zero_proves_anything(used: int | None, word: str) -> None:
+    spec = {"baseline_mib": 616, "holders_only": used is None}
+    assert Case(twice(used), inside=True, spec=spec).judge().word == word
+
+
+def test_where_the_driver_tells_no_memory_a_protected_process_that_it_lists_blocks() -> None:
+    spec = {"holders_only": True}
+    listed, silent = workload(9, 0, name="nv-hostengine"), monitor(10, 0)
+    assert Case(twice(None), protected=[silent], spec=spec).judge().word == "clean"
+    assert Case(twice(None), protected=[listed], spec=spec).judge().word == "blocked"
 
 
 def test_a_holder_with_two_numbers_is_given_both() -> None:
@@ -351,7 +432,8 @@ def proved_clean(case: Case) -> bool:
         if not wanted or len(wanted) < len(case.spec.get("gpus") or []):
             return False
         for one in wanted:
-            if one.used_mib is None or one.used_mib > case.spec.get("baseline_mib", 0):
+            most = 0 if case.inside else case.spec.get("baseline_mib", 0)
+            if one.used_mib is None or one.used_mib > most:
                 return False
     if [one.uuid for one in wanted_in(case, last[0])] != [
         one.uuid for one in wanted_in(case, last[1])
