@@ -116,6 +116,11 @@ def parser() -> argparse.ArgumentParser:
     )
     hold.add_argument("--pod", metavar="UID", help="in a cgroup as Kubernetes makes it for a pod")
     hold.add_argument(
+        "--opens",
+        metavar="GPUS",
+        help="GPUs that it has open as well without computing on them, as CUDA has all it can see",
+    )
+    hold.add_argument(
         "--mps-client", action="store_true", help="a client of the MPS server (--kind mps) there"
     )
     hold.add_argument(

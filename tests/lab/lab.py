@@ -1064,7 +1064,9 @@ def holder_environment(spec: dict[str, Any]) -> dict[str, str]:
         "PATH": INSIDE_PATH,
         "HOME": "/",
         "LANG": "C.UTF-8",
-        "CUDA_VISIBLE_DEVICES": ",".join(str(n) for n in spec["claim"]["gpus"]),
+        "CUDA_VISIBLE_DEVICES": ",".join(
+            str(n) for n in [*spec["claim"]["gpus"], *spec["claim"]["opened"]]
+        ),
         **spec["environment"],
         "GPUOPS_HOLD": json.dumps(spec),
     }

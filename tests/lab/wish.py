@@ -63,6 +63,7 @@ class Wish:
     """The options of `hold`; see the README."""
 
     gpus: str = "all"
+    opens: str | None = None  # GPUs that it has merely open besides
     mib: int | None = None
     kind: str = "plain"
     name: str | None = None
@@ -130,6 +131,11 @@ class Wish:
     def spec(self, host: str, where: Host) -> dict[str, Any]:
         """What one holder is told."""
         indexes = parse_gpus(self.gpus, len(where.gpus))
+        opened = (
+            [n for n in parse_gpus(self.opens, len(where.gpus)) if n not in indexes]
+            if self.opens
+            else []
+        )
         title = self.name or TITLES.get(self.kind, "python3")
         default = MPS_MIB if self.kind == "mps" else SERVER_MIB
         mib = default if self.mib is None else self.mib
@@ -137,6 +143,7 @@ class Wish:
             "claim": {
                 "id": f"h{secrets.token_hex(4)}",
                 "gpus": indexes,
+                "opened": opened,
                 "mib": 0 if self.kind == "open-only" else mib,
                 "kind": self.kind,
                 "host": host,
@@ -145,7 +152,7 @@ class Wish:
                 "listed": self.kind not in ("open-only", "mapped-only"),
                 "helper_parent": self.respawn != 0,
             },
-            "minors": [where.gpus[index].minor for index in indexes],
+            "minors": [where.gpus[index].minor for index in [*indexes, *opened]],
             "ignore_term": self.ignore_term,
             "name": title,
             "whole_line": "::" in title or self.kind == "mps",
