@@ -42,9 +42,9 @@ class ActionModule(ActionBase):
                 if checked.error_messages:
                     words = "; ".join(checked.error_messages)
                     raise routes.RouteError(f"rung '{rung['name']}' of gpuops_ladder: {words}")
-            if own.get("gpuops_plan") and not self._task.check_mode:
-                path = self._loader.path_dwim(str(own["gpuops_plan"]))
-                found["target"]["plan"] = plans.read(Path(path), name)
+            file = "".join(routes.named(own, "gpuops_plan"))
+            if file and not own.get("gpuops_plan_is_made"):
+                found["target"]["plan"] = plans.read(Path(self._loader.path_dwim(file)), name)
         except routes.RouteError as error:
             return dict(result, failed=True, msg=f"{name}: {error}")
         if found["route"] == "carrier":

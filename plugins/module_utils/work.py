@@ -259,9 +259,7 @@ class Work:
             return dict(result, settled=True)
         strangers = self.strangers(self.view)
         if strangers and not self.earlier:
-            named = "; ".join(verdict.short(each) for each in strangers[:3])
-            refused = "not in the plan, or changed since: %s; make a new plan" % named
-            return dict(result, settled=True, refused=refused)
+            return dict(result, settled=True, refused=refusal(strangers))
         chosen = [
             holder
             for holder in self.choose(rung["select"], self.view)
@@ -286,6 +284,9 @@ class Work:
         result = self.state()
         if result["verdict"] != verdict.HELD:
             return result
+        strangers = self.strangers(self.view)
+        if strangers:
+            return dict(result, settled=True, refused=refusal(strangers))
         done = {each["node_pid"] for each in self.earlier}
         left = [holder for holder in self.concerned(self.view) if holder.pid not in done]
         chosen = [holder for holder in self.choose(rung["select"], self.view) if holder in left]
@@ -478,6 +479,12 @@ SELECTIONS: dict[str, Callable[[holders.Holder, set[int | None]], bool]] = {
     "devices": lambda holder, dirty: not holder.escaped,
     "escaped": lambda holder, dirty: holder.escaped,
 }
+
+
+def refusal(strangers: list[holders.Holder]) -> str:
+    """Why nobody is signalled although there is a plan."""
+    named = "; ".join(verdict.short(each) for each in strangers[:3])
+    return "not in the plan, or changed since: %s; make a new plan" % named
 
 
 def action(holder: holders.Holder, rung: dict[str, Any], outcome: str) -> dict[str, Any]:

@@ -36,13 +36,17 @@ def read(path: Path, name: str) -> list[dict[str, Any]]:
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         hosts, kept = plan["hosts"], plan["digest"]
+        altered = kept != digest(hosts)
     except OSError as error:
         raise RouteError(f"the plan {path} cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RouteError(f"{path} is no plan; make one with plan_gpus.yml") from error
-    if kept != digest(hosts):
+    if altered:
         raise RouteError(f"the plan {path} was altered after it was made; make a new one")
-    if name not in hosts:
+    if not isinstance(hosts, dict) or name not in hosts:
         raise RouteError(f"the plan {path} says nothing of this host; make one that does")
-    found: list[dict[str, Any]] = hosts[name]
+    found: Any = hosts[name]
+    # No list would be no limit.
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise RouteError(f"the plan {path} has no list of holders for this host; make a new one")
     return found

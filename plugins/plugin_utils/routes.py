@@ -38,9 +38,14 @@ def route(
         "name": name,
         "vmid": vmid,
         "expected_gpus": whole(variables, "gpuops_expected_gpus", 0),
-        "gpus": words(variables, "gpuops_gpus"),
+        "gpus": named(variables, "gpuops_gpus"),
         "baseline_mib": baseline(variables),
-        "protect": words(variables, "gpuops_protect") + words(variables, "gpuops_protect_more"),
+        "protect": [
+            name
+            for key in ("gpuops_protect", "gpuops_protect_more")
+            for name in words(variables, key)
+            if name
+        ],
         "scope": scope(variables, vmid),
         "mps": choice(variables, "gpuops_mps", ("keep", "quit")),
         "holders_only": flag(variables, "gpuops_holders_only"),
@@ -48,6 +53,11 @@ def route(
     }
     check_verify(variables)
     rungs(variables)
+    if not vmid and variables.get("gpuops_proxmox_host"):
+        raise RouteError(
+            "gpuops_proxmox_host is set but proxmox_vmid is not; write the container's number, "
+            "or leave out both for a machine that is no container"
+        )
     if not vmid:
         kind = "carrier" if name in carriers else "node"
         return {"route": kind, "acting": name, "target": target}
@@ -93,7 +103,8 @@ def scope(variables: Mapping[str, Any], vmid: int) -> str:
     if not vmid:
         # In a container all belong to the container; jobs and users can be told apart on a node.
         known.update(job=True, user=True)
-    if known.get(kind) is not bool(name) or (colon and not name):
+    numbered = kind != "job" or name.isdigit()
+    if known.get(kind) is not bool(name) or (colon and not name) or not numbered:
         choices = ", ".join(f"{word}:NAME" if named else word for word, named in known.items())
         raise RouteError(f"gpuops_scope is '{value}'; write one of {choices}")
     return value
@@ -145,7 +156,7 @@ def rungs(variables: Mapping[str, Any]) -> list[Any]:
         choices = ", ".join(str(name) for name in profiles)
         raise RouteError(f"gpuops_profile is '{profile}'; write one of {choices}")
     known = [str(rung["name"]) for rung in ladder]
-    wanted = words(variables, "gpuops_rungs") or words(profiles, profile)
+    wanted = named(variables, "gpuops_rungs") or words(profiles, profile)
     for name in wanted:
         if name not in known:
             raise RouteError(f"there is no rung '{name}'; write some of {', '.join(known)}")
@@ -194,6 +205,18 @@ def seconds(variables: Mapping[str, Any], key: str, default: float) -> float:
     return number
 
 
+def named(variables: Mapping[str, Any], key: str) -> list[str]:
+    """A variable that narrows a run to what it names. An empty list is none; an empty word is not.
+
+    :raises RouteError: what should have been named is missing, as after ``-e key=$UNSET``; taken
+        for none it would widen the run.
+    """
+    found = words(variables, key)
+    if "" in found or (not found and not isinstance(variables.get(key, []), (list, tuple))):
+        raise RouteError(f"{key} is given and names nothing; name something, or leave it out")
+    return found
+
+
 def words(variables: Mapping[str, Any], key: str) -> list[str]:
     """A variable that is a list of words; one word or number, or words with commas, will do."""
     value = variables.get(key)
@@ -202,5 +225,5 @@ def words(variables: Mapping[str, Any], key: str) -> list[str]:
     if isinstance(value, (str, int)):
         return [part.strip() for part in str(value).split(",") if part.strip()]
     if isinstance(value, (list, tuple)):
-        return [str(part) for part in value]
+        return [str(part).strip() for part in value]
     raise RouteError(f"{key} is '{value}'; write a list")

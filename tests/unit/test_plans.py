@@ -62,6 +62,12 @@ def test_a_holder_that_was_added_by_hand_is_noticed(
         ("{}", "is no plan"),
         ('{"hosts": 5, "digest": "x"}', "was altered"),
         (plans.make({"ct130": [ENTRY]}), "says nothing of this host"),
+        ('{"hosts": ' + "[" * 100_000, "is no plan"),
+        ({"hosts": None, "digest": plans.digest(None)}, "says nothing of this host"),  # type: ignore[arg-type]
+        # No list would be no limit.
+        (plans.make({"ct129": None}), "no list of holders"),
+        (plans.make({"ct129": {"node_pid": 7}}), "no list of holders"),
+        (plans.make({"ct129": [7]}), "no list of holders"),
     ],
 )
 def test_what_is_no_plan_for_this_host_is_refused(tmp_path: Path, content: Any, words: str) -> None:

@@ -18,6 +18,10 @@ def route(name: str, **variables: Any) -> dict[str, Any]:
     return routes.route(name, variables, KNOWN, CARRIERS)
 
 
+def place(vmid: int) -> dict[str, Any]:
+    return {"proxmox_vmid": vmid, "gpuops_proxmox_host": "pve1"} if vmid else {}
+
+
 def target(**different: Any) -> dict[str, Any]:
     return {
         "name": "node1",
@@ -67,7 +71,10 @@ def test_a_container_may_itself_be_named_among_the_carriers() -> None:
 
 @pytest.mark.parametrize("vmid", [None, "", 0, "0"])
 def test_no_number_is_no_container(vmid: Any) -> None:
-    assert route("node1", proxmox_vmid=vmid, gpuops_proxmox_host="pve1")["route"] == "node"
+    assert route("node1", proxmox_vmid=vmid)["route"] == "node"
+    # A number that got lost must not turn the container's run into one over a whole machine.
+    with pytest.raises(routes.RouteError, match="but proxmox_vmid is not"):
+        route("node1", proxmox_vmid=vmid, gpuops_proxmox_host="pve1")
 
 
 @pytest.mark.parametrize("vmid", [100, "100", 129, 999_999_999, "999999999"])
@@ -99,18 +106,31 @@ def test_what_the_modules_need_to_know() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, []),
-        ("", []),
-        (" , ", []),
+        ([], []),
         (3, ["3"]),
         (0, ["0"]),
         ("3", ["3"]),
-        ([0, "GPU-1"], ["0", "GPU-1"]),
+        ("3, 4", ["3", "4"]),
+        ([0, " GPU-1 "], ["0", "GPU-1"]),
         ((1, 2), ["1", "2"]),
     ],
 )
 def test_lists(value: Any, words: list[str]) -> None:
     assert route("node1", gpuops_gpus=value)["target"]["gpus"] == words
+
+
+@pytest.mark.parametrize("value", [None, "", " , ", [""], ["3", " "]])
+@pytest.mark.parametrize("key", ["gpuops_gpus", "gpuops_rungs", "gpuops_plan"])
+def test_what_narrows_a_run_and_names_nothing_is_no_licence_to_widen_it(
+    key: str, value: Any
+) -> None:
+    with pytest.raises(routes.RouteError, match=f"{key} is given and names nothing"):
+        routes.named({key: value}, key)
+
+
+def test_a_name_that_is_empty_protects_nobody_less() -> None:
+    found = route("node1", gpuops_protect=["sshd", ""], gpuops_protect_more=["", " x "])
+    assert found["target"]["protect"] == ["sshd", "x"]
 
 
 WHOLE = "write a whole number of zero or more"
@@ -343,7 +363,7 @@ def test_the_message_names_the_variable_that_is_wrong() -> None:
     ],
 )
 def test_scopes(vmid: int, scope: str) -> None:
-    found = route("ct129", proxmox_vmid=vmid, gpuops_proxmox_host="pve1", gpuops_scope=scope)
+    found = route("ct129", **place(vmid), gpuops_scope=scope)
     assert found["target"]["scope"] == scope
 
 
@@ -353,6 +373,9 @@ def test_scopes(vmid: int, scope: str) -> None:
         (0, "container"),
         (0, "job"),
         (0, "job:"),
+        (0, "job:*"),
+        (0, "job:abc"),
+        (0, "job:6 7"),
         (0, "everything:1"),
         (0, "node:"),
         (0, "all"),
@@ -365,7 +388,7 @@ def test_scopes(vmid: int, scope: str) -> None:
 )
 def test_scopes_that_cannot_be(vmid: int, scope: Any) -> None:
     with pytest.raises(routes.RouteError, match=r"gpuops_scope is .*; write one of everything, "):
-        route("ct129", proxmox_vmid=vmid, gpuops_proxmox_host="pve1", gpuops_scope=scope)
+        route("ct129", **place(vmid), gpuops_scope=scope)
 
 
 def test_a_baseline_for_each_gpu() -> None:
