@@ -217,6 +217,11 @@ class Watcher:
         self.popen.wait(5)
 
 
+def seen(devices: tuple[int, ...] | None) -> dict[str, str]:
+    """What makes CUDA see these GPUs only; it opens all that it sees."""
+    return {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+
+
 class Bench:
     """Starts holders and ends them all; everything that it started is in ``started``."""
 
@@ -238,10 +243,14 @@ class Bench:
         name: str = "sglang::sched",
         vmid: int = 0,
         devices: tuple[int, ...] = (0,),
+        sees: tuple[int, ...] | None = None,
         environment: dict[str, str] | None = None,
         wait: bool = True,
     ) -> Process:
-        """One holder of a kind, in a container or not, ready when this returns."""
+        """One holder of a kind, in a container or not, ready when this returns.
+
+        :param devices: on which it computes, out of those that it sees (None: all), by index there.
+        """
         ready = self.ready_file()
         argv = [NODE_PYTHON, str(HOLDER), kind, "--gib", str(gib), "--ready", str(ready)]
         argv += ["--devices", *map(str, devices)]
@@ -250,7 +259,7 @@ class Bench:
             [*argv, "--name", name],
             ready,
             vmid=vmid,
-            environment=environment,
+            environment={**seen(sees), **(environment or {})},
             wait=wait,
         )
 

@@ -103,16 +103,30 @@ def test_the_other_gpus_holder_lives(
     name: str, index: int, bench: Bench, ends: Callable[..., Played]
 ) -> None:
     """One on each; a run about one of them ends that one only, however the GPU is named."""
-    holders = {f"on {device}": bench.start("plain", 2, devices=(device,)) for device in (0, 1)}
+    holders = {f"on {device}": bench.start("plain", 2, sees=(device,)) for device in (0, 1)}
     ends("one on each", holders, *only(NAMES[name](index)), alive={f"on {1 - index}"})
     assert [mib > 0 for mib in parts.truth()[0]] == [index != 0, index != 1]
+
+
+@pytest.mark.parametrize("kind", ["plain", "mapped-only", "dead-main"])
+def test_who_has_merely_opened_a_gpu_lives_and_is_named(
+    kind: str, bench: Bench, ends: Callable[..., Played]
+) -> None:
+    """Without CUDA_VISIBLE_DEVICES a process has every GPU open, and uses a little of each."""
+    holders = {"on 0": bench.start("plain", 2), "on 1": bench.start(kind, 2, devices=(1,))}
+    state = f"one on 0, one on 1 ({kind}); both see both"
+    played = ends(state, holders, *only("0"), verdict="blocked", alive={"on 1"})
+    assert "left out by gpuops_gpus" in played.final["reason"]
+    if kind == "plain":
+        more = (*only("0"), "-e", "gpuops_baseline_mib=4")
+        ends(state, holders, *more, alive={"on 1"})
 
 
 def test_a_process_on_both_goes_and_the_plan_says_so(
     bench: Bench, ends: Callable[..., Played], folder: Path
 ) -> None:
     """It cannot be ended on one GPU alone."""
-    both, other = bench.start("plain", 2, devices=(0, 1)), bench.start("plain", 1, devices=(0,))
+    both, other = bench.start("plain", 2, devices=(0, 1)), bench.start("plain", 1, sees=(0,))
     planned = parts.play("gpu1", *only("1"), "--check", "--diff", folder=folder)
     assert [each["node_pid"] for each in planned.release["actions"]] == [both.pid]
     assert len(planned.release["actions"][0]["gpus"]) == 2
@@ -140,15 +154,20 @@ def test_one_is_missing(bench: Bench, ends: Callable[..., Played]) -> None:
 
 
 def test_a_neighbour_on_the_other_gpu(bench: Bench, ends: Callable[..., Played]) -> None:
-    """Container 130 computes on GPU 1: 129 is clean on GPU 0 alone, and blocked as a whole."""
+    """130 computes on GPU 1 and sees both: it blocks 129, and the driver is never blamed."""
     holders = {
-        "129 on 0": bench.start("plain", 2, devices=(0,), vmid=129),
+        "129 on 0": bench.start("plain", 2, vmid=129),
         "130 on 1": bench.start("plain", 2, devices=(1,), vmid=130),
     }
-    state = "a neighbour on 1"
-    ends(state, holders, *only("0"), host="ct129", alive={"130 on 1"})
-    again = ends(state, holders, host="ct129", verdict="blocked", alive={"130 on 1"})
-    assert "lxc 130" in again.final["reason"]
+    state = "a neighbour on 1 that sees both"
+    for more, verdict in (
+        (only("0"), "blocked"),
+        ((*only("0"), "-e", "gpuops_baseline_mib=4"), "clean"),
+        ((), "blocked"),
+    ):
+        played = ends(state, holders, *more, host="ct129", verdict=verdict, alive={"130 on 1"})
+        assert "no process" not in played.final["reason"]
+        assert ("lxc 130" in played.final["reason"]) is (verdict == "blocked")
 
 
 def test_files_and_tool_agree_on_the_minor_numbers() -> None:
