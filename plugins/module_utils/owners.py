@@ -17,37 +17,63 @@ import re
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
 # From include/uapi/linux/nsfs.h: _IO(0xb7, 0x2), the parent of a PID or user namespace.
 NS_GET_PARENT = 0xB702
 
 # Owners that are a fence of their own: a process behind one is foreign to the node around it.
-FENCES = ("lxc", "pod", "docker", "podman", "containerd", "slurm", "pidns")
+CONTAINERS = ("lxc", "user lxc", "pod", "docker", "podman", "containerd")
+JOBS = ("slurm", "pbs", "htcondor", "lsf", "nomad", "scheduler")
+FENCES = (*CONTAINERS, *JOBS, "vm", "pidns")
 
 _HEX64 = r"([0-9a-f]{64})"
 _POD = r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32})"
+_UNIT = r"([^/]+\.(?:service|scope))(?:/|$)"
+# A colon stands in the names that runc writes where systemd was to make the group and did not.
 _PATTERNS = [
-    ("lxc", re.compile(r"(?:^|/)lxc/([^/]+)(?:/|$)")),
-    ("lxc", re.compile(r"(?:^|/)lxc\.payload[./]([^/]+)(?:/|$)")),
-    ("slurm", re.compile(r"(?:^|/)job_(\d+)(?:/|$)")),
+    # Proxmox's containers and those of root lie at the top: a user may call a group of his own
+    # lxc/129. LXC's monitors (lxc.monitor) are beside the containers, not of them.
+    ("lxc", re.compile(r"^/lxc/([^/]+)(?:/|$)")),
+    ("lxc", re.compile(r"^/lxc\.payload[./]([^/]+)(?:/|$)")),
+    ("user lxc", re.compile(r"/lxc\.payload[./]([^/]+)(?:/|$)")),
+    ("slurm", re.compile(r"/[^/]*slurm[^/]*(?:/uid_\d+)?/job_(\d+)(?:/|$)")),
+    ("pbs", re.compile(r"/pbs(?:pro|_jobs)(?:\.service|\.slice)?/(?:jobid/|jobs/)?([^/]+)")),
+    ("htcondor", re.compile(r"/htcondor/([^/]+)")),
+    ("lsf", re.compile(r"/lsf/[^/]+/job\.(\d+)")),
+    ("nomad", re.compile(r"/nomad(?:\.slice)?/(?:(?:share|reserve)(?:\.slice)?/)?([^/]+)")),
+    # Where a scheduler makes no groups of its own its jobs stay in its daemon's, whosever they are.
+    (
+        "scheduler",
+        re.compile(
+            r"/((?:[^/]*slurm(?:d|stepd)|pbs(?:_mom)?|condor|lsfd?|nomad)(?:@[^/]*)?\.(?:service|scope))"
+            r"(?:/|$)"
+        ),
+    ),
+    ("vm", re.compile(r"/qemu\.slice/([^/]+)\.scope(?:/|$)")),
+    ("vm", re.compile(r"/machine-qemu(?:\\x2d|-)([^/]+)\.scope(?:/|$)")),
     ("pod", re.compile(_POD)),
-    ("podman", re.compile(r"(?:^|/)libpod-(?:conmon-)?" + _HEX64)),
-    ("docker", re.compile(r"(?:^|/)docker[-/]" + _HEX64)),
-    ("containerd", re.compile(r"(?:^|/)cri-containerd-" + _HEX64)),
-    ("containerd", re.compile(r"(?:^|/)(?:crio|nerdctl)-" + _HEX64)),
-    ("containerd", re.compile(r"(?:^|/)" + _HEX64 + r"(?:/|$)")),
-    (
-        "unit",
-        re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*([^/]+\.(?:service|scope))(?:/|$)"),
-    ),
-    ("user", re.compile(r"(?:^|/)user-(\d+)\.slice(?:/|$)")),
-    (
-        "user unit",
-        re.compile(r"(?:^|/)app\.slice/(?:[^/]+\.slice/)*([^/]+\.(?:service|scope))(?:/|$)"),
-    ),
+    ("podman", re.compile(r"[/:]libpod[-:](?:conmon-|payload-)?" + _HEX64)),
+    ("docker", re.compile(r"[/:]docker[-/:]" + _HEX64)),
+    ("containerd", re.compile(r"[/:](?:cri-containerd|crio|nerdctl)[-:]" + _HEX64)),
+    # With cgroupfs podman's pods are called by nothing but their number, too.
+    ("containerd", re.compile(r"(?<!/libpod_parent)/" + _HEX64 + r"(?:/|$)")),
+    ("user", re.compile(r"/user-(\d+)\.slice(?:/|$)")),
+    ("user unit", re.compile(r"/user@\d+\.service/(?:[^/]+\.slice/)*" + _UNIT)),
+    ("unit", re.compile(r"/(?:(?!user-)[^/]+\.slice/)+" + _UNIT)),
 ]
 
+# Where systemd puts what is the node's own, and whatever lies within a unit.
+_OWN = re.compile(
+    r"(?:/|/init\.scope|(?:/[^/]+\.slice)+(?:/[^/]+\.(?:service|scope)(?:/.*)?)?)\Z", re.DOTALL
+)
+# Slices for machines, containers and jobs, and the ids of containers, of makes we do not know.
+_NOT_OWN = re.compile(
+    r"/(?:machine|qemu|kube|nomad|pbs|slurm|condor|lsf|lxc|lxd|incus|docker|libpod|podman|containerd)"
+    r"[^/]*\.slice(?:/|$)|[0-9a-f]{64}"
+)
+_LXC = re.compile(r"/lxc(?:\.payload[./]|/)[^/]+")
 
 _DETAILS = {
     "slurm": re.compile(r"/job_\d+/(step_[^/]+)"),
@@ -58,8 +84,8 @@ _DETAILS = {
 class Owner:
     """Who a process belongs to.
 
-    ``kind`` is one of lxc, pod, docker, podman, containerd, slurm, pidns, unit, user unit, user,
-    host or unknown; ``id`` names it within the kind; ``evidence`` is the line that proves it;
+    ``kind`` is one of FENCES, unit, user unit, user, host or unknown; ``id`` names it within the
+    kind; ``evidence`` is the line that proves it;
     ``by_namespace`` says that only the PID namespace does, the cgroup having been left;
     ``detail`` is for people: a container's name, a job's step, a user's session.
     """
@@ -124,27 +150,40 @@ def _json(root: str, path: str) -> Any:
 
 
 def cgroup_paths(text: str) -> list[str]:
-    """The paths of ``/proc/PID/cgroup``, whatever the version of the hierarchy."""
-    return [line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2]
+    """The paths of ``/proc/PID/cgroup``, whatever the version of the hierarchy.
+
+    The kernel refuses a newline in a group's name (cgroup_mkdir), but no other separator that
+    ``splitlines`` knows.
+    """
+    return [line.split(":", 2)[2] for line in text.split("\n") if line.count(":") >= 2]
 
 
 def owner_from_cgroup(text: str) -> Owner | None:
     """The outermost owner that a ``/proc/PID/cgroup`` names, or ``None`` if it names none.
 
     Outermost, because a Docker container inside LXC container 129 is 129's. A fence wins over
-    the systemd unit or user slice around it: Docker's scopes lie in ``system.slice``.
+    the systemd unit or user slice around it: Docker's scopes lie in ``system.slice``. Where the
+    hierarchies of cgroup v1 name two fences of one kind, neither is proved.
     """
-    best: tuple[bool, int, int] | None = None
-    found: Owner | None = None
-    for path in cgroup_paths(text):
-        for rank, (kind, pattern) in enumerate(_PATTERNS):
-            match = pattern.search(path)
-            if match is None:
-                continue
+    named = [each for each in map(_outermost, cgroup_paths(text)) if each is not None]
+    if not named:
+        return None
+    owner = min(named, key=lambda each: each[0])[1]
+    for _, other in named:
+        if owner.fenced and other.kind == owner.kind and other.id != owner.id:
+            return Owner("unknown", "", "its control groups name %s and %s" % (owner, other))
+    return owner
+
+
+def _outermost(path: str) -> tuple[tuple[bool, int, int], Owner] | None:
+    """The outermost owner that one path names, and how early it does."""
+    found = []
+    for rank, (kind, pattern) in enumerate(_PATTERNS):
+        match = pattern.search(path)
+        if match:
             place = (kind not in FENCES, match.start(), rank)
-            if best is None or place < best:
-                best, found = place, Owner(kind, match.group(1), "cgroup %s" % path)
-    return found
+            found.append((place, Owner(kind, match.group(1), "cgroup %s" % path)))
+    return min(found, key=lambda each: each[0]) if found else None
 
 
 def innermost(text: str) -> Owner | None:
@@ -185,30 +224,67 @@ def pid_namespaces(pid: int) -> list[int]:
 def container_cgroup(vmid: int, root: str = "/sys/fs/cgroup") -> str:
     """The folder of a running container's own processes, or ``""`` if it does not run here.
 
-    LXC puts them below ``lxc/VMID/ns`` in every hierarchy, v1 or v2 alike.
+    Proxmox has LXC put them below ``lxc/VMID/ns`` in every hierarchy, v1 or v2 alike; LXC's own
+    default is ``lxc.payload.VMID``, and ``lxc/VMID`` before version 4.
     """
-    for base in ("", "unified", "systemd", "pids"):
-        folder = os.path.join(root, base, "lxc", str(vmid), "ns")
-        if os.path.isdir(folder):
-            return folder
+    for group in ("lxc/%d/ns", "lxc.payload.%d", "lxc.payload/%d", "lxc/%d"):
+        for base in ("", "unified", "systemd", "pids"):
+            folder = os.path.join(root, base, group % vmid)
+            if os.path.isdir(folder):
+                return folder
     return ""
 
 
 def container_namespace(vmid: int) -> int | None:
-    """The PID namespace of a running container, read off the processes of its cgroup."""
+    """The PID namespace of a running container: that of its PID 1, read off its cgroup.
+
+    Any process may have been put into the cgroup, so where no PID 1 is found there (it may have
+    ended before the others) they all have to agree.
+    """
     own = pid_namespaces(os.getpid())
-    for folder, _, _ in os.walk(container_cgroup(vmid)):
+    seen = set()
+    for pid in _members(container_cgroup(vmid)):
+        inner = [space for space in pid_namespaces(pid) if space not in own]
+        if len(inner) == 1 and _is_first(pid):
+            return inner[0]
+        # The outermost below our own: containers nested in it are deeper.
+        seen.update(inner[-1:])
+    return seen.pop() if len(seen) == 1 else None
+
+
+def _members(cgroup: str) -> Iterator[int]:
+    """The processes of a control group and of those below it, systemd's own group first."""
+    for folder, below, _ in os.walk(cgroup):
+        below.sort(key=lambda name: name != "init.scope")
         try:
             with open(os.path.join(folder, "cgroup.procs"), encoding="ascii") as members:
                 pids = members.read().split()
         except OSError:
             continue
-        for pid in pids:
-            inner = [space for space in pid_namespaces(int(pid)) if space not in own]
-            if inner:
-                # The outermost below our own: containers nested in it are deeper.
-                return inner[-1]
-    return None
+        yield from map(int, pids)
+
+
+def _is_first(pid: int) -> bool:
+    """Is it PID 1 in its own namespace?"""
+    try:
+        with open("/proc/%d/status" % pid, encoding="utf-8", errors="replace") as status:
+            numbers = [line.split() for line in status if line.startswith("NSpid:")]
+    except OSError:
+        return False
+    return bool(numbers) and numbers[0][-1] == "1"
+
+
+def lxc_depth(text: str) -> int:
+    """In how many LXC containers, one in the other, a ``/proc/PID/cgroup`` places its process."""
+    return max((len(_LXC.findall(path)) for path in cgroup_paths(text)), default=0)
+
+
+def _is_nodes_own(path: str) -> bool:
+    """Is this positively a path of the node itself: the root, a slice, or a unit in slices?
+
+    Everything else was made by somebody who manages other people's processes.
+    """
+    return bool(_OWN.match(path)) and not _NOT_OWN.search(path)
 
 
 def owner_of(cgroup: str | None, namespaces: list[int], own_namespaces: list[int]) -> Owner:
@@ -218,15 +294,16 @@ def owner_of(cgroup: str | None, namespaces: list[int], own_namespaces: list[int
     :param namespaces: as :func:`pid_namespaces` gives them.
     :param own_namespaces: those of this program.
     """
-    if cgroup is None or not namespaces:
+    paths = cgroup_paths(cgroup or "")
+    if not paths or not namespaces:
         return Owner("unknown", "", "its control group or namespace could not be read")
-    owner = owner_from_cgroup(cgroup)
-    if owner is not None and owner.fenced:
+    owner = owner_from_cgroup(cgroup or "")
+    if owner is not None and (owner.fenced or owner.kind == "unknown"):
         return owner
     if own_namespaces and namespaces[0] != own_namespaces[0]:
         evidence = "PID namespace %d is not that of this node" % namespaces[0]
         return Owner("pidns", str(namespaces[0]), evidence)
-    if owner is not None:
-        return owner
-    paths = cgroup_paths(cgroup)
-    return Owner("host", "", "cgroup %s" % (paths[-1] if paths else "/"))
+    for path in paths:
+        if not _is_nodes_own(path):
+            return Owner("unknown", "", "cgroup %s is not known as one of the node itself" % path)
+    return owner or Owner("host", "", "cgroup %s" % paths[-1])

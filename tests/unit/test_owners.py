@@ -25,6 +25,7 @@ HYBRID = "10:devices:{0}\n1:name=systemd:{0}\n0::{0}\n"
 V2 = "0::{0}\n"
 SHAPES = [V1, HYBRID, V2]
 
+USER = "/user.slice/user-1000.slice/user@1000.service"
 KUBELET = "/kubepods.slice/kubepods-besteffort.slice"
 
 # Path of a control group, owner's kind, owner's id.
@@ -41,7 +42,9 @@ FENCED = [
     ("/lxc.payload/129", "lxc", "129"),
     ("/lxc.payload.129", "lxc", "129"),
     ("/lxc.payload.web/system.slice/cron.service", "lxc", "web"),
-    ("/user.slice/user-1000.slice/user@1000.service/lxc.payload.mine/init.scope", "lxc", "mine"),
+    # One that a user has started is no container of the node's, whatever its name.
+    (f"{USER}/lxc.payload.mine/init.scope", "user lxc", "mine"),
+    (f"{USER}/app.slice/lxc.payload.129/x", "user lxc", "129"),
     # Nested: whatever is inside container 129 is 129's.
     (f"/lxc/129/ns/system.slice/docker-{H}.scope", "lxc", "129"),
     (f"/lxc/129/ns/docker/{H}", "lxc", "129"),
@@ -68,6 +71,14 @@ FENCED = [
         "podman",
         H,
     ),
+    # Quadlets with cgroups split, pods of podman with both drivers.
+    (f"/system.slice/web.service/libpod-payload-{H}", "podman", H),
+    (f"/libpod_parent/{OTHER}/libpod-{H}", "podman", H),
+    (f"/machine.slice/machine-libpod_pod_{OTHER}.slice/libpod-{H}.scope/container", "podman", H),
+    # runc was given a name for systemd, and made the group itself.
+    (f"/system.slice/docker.service/system.slice:docker:{H}", "docker", H),
+    (f"/system.slice:docker:{H}", "docker", H),
+    (f"/system.slice:nerdctl:{H}", "containerd", H),
     # containerd and CRI-O without a pod around them.
     (f"/system.slice/cri-containerd-{H}.scope", "containerd", H),
     (f"/system.slice/nerdctl-{H}.scope", "containerd", H),
@@ -95,6 +106,29 @@ FENCED = [
     ("/system.slice/slurmstepd.scope/job_6/step_batch/user/task_0", "slurm", "6"),
     ("/system.slice/slurmstepd.scope/job_6/step_0/slurm", "slurm", "6"),
     ("/system.slice/node1_slurmstepd.scope/job_6/step_0/user/task_special", "slurm", "6"),
+    # Without proctrack/cgroup, and the daemons that hold the jobs of the other schedulers.
+    ("/system.slice/slurmd.service", "scheduler", "slurmd.service"),
+    ("/system.slice/slurmd@n1.service", "scheduler", "slurmd@n1.service"),
+    ("/system.slice/slurmstepd.scope/system", "scheduler", "slurmstepd.scope"),
+    ("/system.slice/condor.service", "scheduler", "condor.service"),
+    ("/system.slice/pbs.service", "scheduler", "pbs.service"),
+    ("/system.slice/lsfd.service", "scheduler", "lsfd.service"),
+    ("/system.slice/nomad.service", "scheduler", "nomad.service"),
+    # OpenPBS (v1 and v2), HTCondor (10 and later), LSF, Nomad.
+    ("/pbs_jobs.service/jobid/12.srv", "pbs", "12.srv"),
+    ("/pbs_jobs.service/jobs/12.srv", "pbs", "12.srv"),
+    (
+        "/htcondor/condor_var_lib_condor_execute_slot1_1@n1",
+        "htcondor",
+        "condor_var_lib_condor_execute_slot1_1@n1",
+    ),
+    ("/system.slice/htcondor/condor_slot1_1@n1", "htcondor", "condor_slot1_1@n1"),
+    ("/lsf/cluster1/job.1234.5678", "lsf", "1234"),
+    ("/nomad.slice/share.slice/0f3.web.scope", "nomad", "0f3.web.scope"),
+    ("/nomad/0f3.web", "nomad", "0f3.web"),
+    # Virtual machines of Proxmox and libvirt.
+    ("/qemu.slice/100.scope", "vm", "100"),
+    ("/machine.slice/machine-qemu\\x2d1\\x2dvm.scope/libvirt/emulator", "vm", "1\\x2dvm"),
     # A container that a job has started is the job's.
     (f"/system.slice/slurmstepd.scope/job_6/step_0/user/task_0/libpod-{H}", "slurm", "6"),
 ]
@@ -102,20 +136,23 @@ FENCED = [
 UNFENCED = [
     ("/system.slice/nvidia-persistenced.service", "unit", "nvidia-persistenced.service"),
     ("/system.slice/system-getty.slice/getty@tty1.service", "unit", "getty@tty1.service"),
-    ("/system.slice/slurmd.service", "unit", "slurmd.service"),
-    ("/system.slice/slurmstepd.scope/system", "unit", "slurmstepd.scope"),
+    ("/gpu.slice/vllm.service", "unit", "vllm.service"),
+    ("/gpu.slice/gpu-a.slice/vllm.service/worker", "unit", "vllm.service"),
     ("/system.slice/docker.service", "unit", "docker.service"),
     ("/system.slice/run-u12.scope", "unit", "run-u12.scope"),
     ("/user.slice/user-1000.slice/session-3.scope", "user", "1000"),
     ("/user.slice/user-1000.slice/user@1000.service/app.slice/a.service", "user", "1000"),
     ("/user.slice/user-0.slice/session-c1.scope", "user", "0"),
+    # A user may call the groups below his own whatever he likes.
+    (f"{USER}/lxc/129/ns", "user", "1000"),
+    (f"{USER}/job_12/x", "user", "1000"),
 ]
 
-NOBODY = [
-    "/",
-    "/init.scope",
-    "/user.slice",
-    "/system.slice",
+# Paths that name nobody, but are the node's own all the same.
+HOST = ["/", "/init.scope", "/user.slice", "/system.slice", "/gpu.slice"]
+
+# Paths that prove nothing at all.
+UNKNOWN = [
     # The monitor runs on the host in the host's PID namespace: LXC puts it beside the container
     # (lxc.cgroup.dir.monitor) so that it is no member of it. Ending it would end the container.
     "/lxc.monitor/129",
@@ -126,10 +163,25 @@ NOBODY = [
     "/my-lxc/129/ns",
     "/job_x/step_0",
     "/job_/step_0",
-    "/nojob_6/step_0",
+    "/job_6/step_0",
+    "/slurm/uid_0/job_x",
     f"/docker/{H[:63]}",
     f"/docker-{H[:12]}.scope",
+    "/docker/buildkit/abc123def",
     "/podcast/pod12",
+    "/mine",
+    "/own.service",
+    "/e2b/sandbox-1",
+    "/system.slice/made-by-hand",
+    "/machine.slice",
+    "/machine.slice/machine-deb.scope",
+    "/machine.slice/systemd-nspawn@deb.service",
+    "/kubepods.slice",
+    "/kube.slice/kubelet.service",
+    f"/system.slice/youki-{H}.scope",
+    f"{USER}/user.slice/youki-{H}.scope",
+    # Outside our own control group namespace.
+    "/../system.slice/a.service",
 ]
 
 
@@ -161,11 +213,22 @@ def test_what_runs_on_the_node_itself(shape: str, path: str, kind: str, ident: s
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["v1", "hybrid", "v2"])
-@pytest.mark.parametrize("path", NOBODY)
-def test_paths_that_name_nobody(shape: str, path: str) -> None:
+@pytest.mark.parametrize("path", HOST)
+def test_paths_of_the_node_that_name_nobody(shape: str, path: str) -> None:
     assert owners.owner_from_cgroup(shape.format(path)) is None
     owner = owners.owner_of(shape.format(path), [1], [1])
     assert (owner.kind, owner.fenced) == ("host", False)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["v1", "hybrid", "v2"])
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_a_path_that_nobody_knows_is_not_the_nodes_own(shape: str, path: str) -> None:
+    owner = owners.owner_of(shape.format(path), [1], [1])
+    assert (owner.kind, owner.id, owner.fenced) == ("unknown", "", False)
+    assert path in owner.evidence
+    # One such line among others is enough.
+    text = "1:name=systemd:/system.slice/a.service\n" + V2.format(path)
+    assert owners.owner_of(text, [1], [1]).kind == "unknown"
 
 
 def test_one_controller_that_knows_the_owner_is_enough() -> None:
@@ -177,6 +240,53 @@ def test_one_controller_that_knows_the_owner_is_enough() -> None:
     owner = owners.owner_from_cgroup(text)
     assert owner is not None
     assert (owner.kind, owner.id) == ("docker", H)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("/lxc/129", "/lxc/130"),
+        ("/lxc/130/ns", "/lxc.payload.129"),
+        (f"/docker/{H}", f"/docker/{OTHER}"),
+        ("/slurm/uid_0/job_6/step_0", "/slurm/uid_0/job_7/step_0"),
+    ],
+)
+def test_hierarchies_that_contradict_each_other_prove_nothing(one: str, other: str) -> None:
+    for first, second in ((one, other), (other, one)):
+        text = f"5:cpu:{first}\n6:memory:{second}\n1:name=systemd:/\n0::/\n"
+        owner = owners.owner_of(text, [7, 1], [1])
+        assert (owner.kind, owner.id, owner.fenced) == ("unknown", "", False)
+
+
+def test_a_job_on_cgroup_v1_is_known_beside_the_group_of_its_daemon() -> None:
+    text = "9:freezer:/slurm/uid_0/job_6/step_0\n1:name=systemd:/system.slice/slurmd.service\n"
+    owner = owners.owner_of(text, [1], [1])
+    assert (owner.kind, owner.id) == ("slurm", "6")
+
+
+@pytest.mark.parametrize("separator", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
+def test_nothing_but_a_newline_ends_a_line(separator: str) -> None:
+    text = V2.format(f"{USER}/a{separator}0::/lxc/129/x")
+    assert len(owners.cgroup_paths(text)) == 1
+    assert owners.owner_of(text, [1], [1]).kind == "user"
+
+
+@pytest.mark.parametrize(
+    ("path", "depth"),
+    [
+        ("/", 0),
+        ("/lxc/129/ns/init.scope", 1),
+        ("/lxc.payload.129", 1),
+        ("/lxc/129/ns/lxc/130/ns", 2),
+        ("/lxc/129/ns/lxc.payload.130", 2),
+        (f"/lxc/129/ns/system.slice/docker-{H}.scope", 1),
+        ("/lxc.monitor/129", 0),
+        (f"/docker/{H}", 0),
+    ],
+)
+def test_how_many_containers_lie_in_each_other(path: str, depth: int) -> None:
+    assert owners.lxc_depth(V1.format(path)) == depth
+    assert owners.lxc_depth("") == 0
 
 
 def test_a_path_with_colons_is_read_whole() -> None:
@@ -214,7 +324,7 @@ def test_a_container_is_never_another_one(one: int, other: int) -> None:
         assert in_container(V2.format(path), other) is (one == other)
 
 
-MARK = re.compile(r"lxc|job_|pod|[0-9a-f]{64}")
+MARK = re.compile(r"lxc|job|pod|pbs|htcondor|nomad|slurm|condor|lsf|qemu|[0-9a-f]{64}")
 texts = st.one_of(
     st.text(),
     st.lists(
@@ -230,11 +340,22 @@ texts = st.one_of(
 @given(texts, st.lists(st.integers(1, 4)), st.lists(st.integers(1, 4)))
 def test_any_text_gives_an_owner_and_no_error(text: str, spaces: list[int], own: list[int]) -> None:
     owner = owners.owner_of(text, spaces, own)
-    assert owner.kind in (*owners.FENCES, "unit", "user", "host", "unknown")
+    assert owner.kind in (*owners.FENCES, "unit", "user", "user unit", "host", "unknown")
     assert owner.evidence
-    assert (owner.kind == "unknown") is (not spaces)
+    if not spaces:
+        assert owner.kind == "unknown"
     if spaces and own and spaces[0] != own[0]:
-        assert owner.fenced
+        assert owner.fenced or owner.kind == "unknown"
+
+
+names = st.text(st.characters(exclude_characters="/\n\0", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(st.lists(names, min_size=1))
+def test_only_slices_and_units_are_the_nodes_own(parts: list[str]) -> None:
+    owner = owners.owner_of(V2.format("/" + "/".join(parts)), [1], [1])
+    if owner.kind in ("host", "unit", "user", "user unit"):
+        assert parts == ["init.scope"] or parts[0].endswith(".slice")
 
 
 @given(texts)
@@ -314,6 +435,41 @@ def test_the_namespace_of_a_container(
     assert owners.container_namespace(12) is None
 
 
+@pytest.mark.parametrize("group", ["lxc/129/ns", "lxc.payload.129", "lxc.payload/129", "lxc/129"])
+def test_where_the_processes_of_a_container_are(tmp_path: Path, group: str) -> None:
+    (tmp_path / "lxc.monitor" / "129").mkdir(parents=True)
+    (tmp_path / "lxc.payload.1299").mkdir()
+    assert owners.container_cgroup(129, str(tmp_path)) == ""
+    (tmp_path / group).mkdir(parents=True)
+    assert Path(owners.container_cgroup(129, str(tmp_path))) == tmp_path / group
+
+
+def test_a_stranger_in_its_cgroup_does_not_decide_a_containers_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spaces = {10: [7, 1], 11: [8, 1], 12: [8, 1], 13: [9, 8, 1]}
+    first = {11, 13}
+    (tmp_path / "cgroup.procs").write_text("10\n13\n")
+    for folder, pids in (("a.scope", "12\n"), ("init.scope", "11\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "cgroup.procs").write_text(pids)
+    monkeypatch.setattr(owners, "container_cgroup", lambda vmid: str(tmp_path))
+    monkeypatch.setattr(owners, "pid_namespaces", lambda pid: spaces.get(pid, [1]))
+    monkeypatch.setattr(owners, "_is_first", lambda pid: pid in first)
+    assert owners.container_namespace(129) == 8
+    # Without a PID 1 of the container they contradict each other, and nothing is proved.
+    first.remove(11)
+    assert owners.container_namespace(129) is None
+    spaces[10] = [8, 1]
+    assert owners.container_namespace(129) == 8
+
+
+def test_who_is_pid_1_of_its_namespace(nested: int) -> None:
+    assert owners._is_first(nested)
+    assert not owners._is_first(os.getpid())
+    assert not owners._is_first(2**22 + 1)
+
+
 @pytest.mark.parametrize("members", [None, "", f"{2**22 + 1}\n"])
 def test_a_container_without_processes_has_no_namespace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: str | None
@@ -341,6 +497,10 @@ HEX = "0123456789abcdef" * 4
             "vllm.service",
         ),
         ("/user.slice/user-0.slice/session-1.scope", "user", "0"),
+        ("/lxc/131/ns/gpu.slice/vllm.service", "unit", "vllm.service"),
+        ("/gpu.slice/vllm.service", "unit", "vllm.service"),
+        (f"{USER}/session.slice/vllm.service", "user unit", "vllm.service"),
+        (f"{USER}/background.slice/background-a.slice/a.service", "user unit", "a.service"),
     ],
 )
 def test_who_would_restart_it_is_the_innermost(path: str, kind: str, ident: str) -> None:
