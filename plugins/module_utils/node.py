@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    deadline,
     holders,
     nvidia_smi,
     owners,
@@ -18,6 +20,9 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
 
 # The inode of the kernel's first PID namespace, from include/linux/proc_ns.h.
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
+
+# Seconds for the command line of a process that waits in the kernel; most can be read at once.
+COMMAND_TIMEOUT = 0.5
 
 
 class Node:
@@ -38,6 +43,7 @@ class Node:
         self._apps_readable = True
         self._lock = threading.Lock()
         self._scan: holders.Scan | None = None
+        self._commands: dict[tuple[int, int, str], str] = {}
         if not self.minors:
             self.minors = self._minors_from_tool()
 
@@ -100,10 +106,24 @@ class Node:
         """Find out who this is, and whose; False if it is gone."""
         if not holders.describe(holder):
             return False
+        self._recall_command(holder)
         owner = owners.owner_of(holder.cgroup, holder.namespaces, self.own_namespaces)
         owner.detail = owners.container_name(owner.kind, owner.id) or owner.detail
         holder.owner = owner
         return True
+
+    def _recall_command(self, holder: holders.Holder) -> None:
+        """The command of a process in state D, which may be protected by it: known, or read now.
+
+        Read once only, because a child that does so may be stuck for ever in its turn.
+        """
+        who = (holder.pid, holder.start, holder.name)
+        if holder.command:
+            self._commands[who] = holder.command
+        elif holder.state == "D":
+            if who not in self._commands:
+                self._commands[who] = _command_of_stuck(holder.pid)
+            holder.command = self._commands[who]
 
     def _is_own(self, holder: holders.Holder) -> bool:
         """A reader that we started: nvidia-smi itself opens the devices."""
@@ -135,16 +155,43 @@ class Node:
         """
         if holder.pid in self.own_family:
             return "protected: gpuops itself or what it runs under"
-        if holder.pid == 1 or (holder.ns_pid == 1 and holder.namespaces[:1] == [home]):
+        if self._is_init(holder, home):
             return "protected: it is PID 1"
         name = verdict.protected_by(holder, target.protect)
         if name and not (holder.is_mps and target.quits_mps):
-            return "protected by name (%s)" % name
-        inside = home in holder.namespaces and home not in self.own_namespaces
-        if target.vmid and inside and holder.owner.kind == "pidns":
-            evidence = "PID namespace %s; it left the cgroup" % home
-            holder.owner = owners.Owner("lxc", str(target.vmid), evidence, by_namespace=True)
+            doubt = "" if holder.command else "; its command could not be read"
+            return "protected by name (%s)%s" % (name, doubt)
+        if target.vmid:
+            self._ask_namespace(target.vmid, holder, home)
         return self._out_of_scope(target, holder)
+
+    def _is_init(self, holder: holders.Holder, home: int | None) -> bool:
+        """PID 1 of this node or of any LXC container here, with which all the others would end.
+
+        Not that of a docker, podman or pod's container: there it is the server itself as a rule, so
+        whoever has written out a scope that reaches into it wants exactly this process gone.
+        """
+        if holder.pid == 1:
+            return True
+        if holder.ns_pid != 1:
+            return False
+        deeper = [space for space in holder.namespaces if space not in self.own_namespaces]
+        containers = owners.lxc_depth(holder.cgroup or "")
+        return holder.namespaces[:1] == [home] or len(deeper) == containers > 0
+
+    def _ask_namespace(self, vmid: int, holder: holders.Holder, home: int | None) -> None:
+        """Have the container's PID namespace prove or disprove that this is the container's.
+
+        A process can be put into any cgroup, but into no other PID namespace than those it is in.
+        """
+        inside = home in holder.namespaces and home not in self.own_namespaces
+        owner = holder.owner
+        if inside and owner.kind == "pidns":
+            evidence = "PID namespace %s; it left the cgroup" % home
+            holder.owner = owners.Owner("lxc", str(vmid), evidence, by_namespace=True)
+        elif not inside and (owner.kind, owner.id) == ("lxc", str(vmid)):
+            evidence = "%s, but not the PID namespace of container %d" % (owner.evidence, vmid)
+            holder.owner = owners.Owner("unknown", "", evidence)
 
     def _out_of_scope(self, target: verdict.Target, holder: holders.Holder) -> str:
         """Why the scope of this run does not reach this holder, or ``""`` if it does.
@@ -167,6 +214,36 @@ class Node:
         if scope.startswith("user:") and holders.user_name(holder.uid) != scope[5:]:
             return "foreign: it belongs to user %s" % holders.user_name(holder.uid)
         return ""
+
+
+def _command_of_stuck(pid: int) -> str:
+    """The command line of a process in state D, ``""`` if it cannot be had within a moment."""
+    words = _read_aside("/proc/%d/cmdline" % pid).decode("utf-8", "replace").split("\0")
+    command = " ".join(words).strip()
+    return "".join(letter if letter.isprintable() else "?" for letter in command)
+
+
+def _read_aside(path: str) -> bytes:
+    """The beginning of a file, read by a child that can be abandoned.
+
+    A command line lies in its process's memory, whose lock may be held until a mount answers.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with open(path, "rb") as file:
+                os.write(write_end, file.read(300))
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    answered = deadline.readable(read_end, COMMAND_TIMEOUT)
+    text = os.read(read_end, 300) if answered else b""
+    os.close(read_end)
+    if not answered:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0 if answered else os.WNOHANG)  # never waited for: it may be stuck
+    return text
 
 
 def _read_own_cgroup() -> str | None:

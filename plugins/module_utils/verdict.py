@@ -203,17 +203,26 @@ def protected_by(holder: holders.Holder, names: list[str]) -> str:
     """The entry of the protect list that covers this process, or ``""``.
 
     Matched against the process's name and the base name of its command; shell wildcards work. A
-    name as long as the kernel keeps it matches what begins with it.
+    name as long as the kernel keeps it matches what begins with it. Where no command could be read
+    it also matches a pattern that may go on to match what the kernel has cut off.
     """
     base = holders.base_name(holder.command)
-    if base in names:
+    cut = len(holder.name) == COMM_LENGTH
+    if base and base in names:
         return base
-    for name in names:
+    for name in filter(None, names):
         if fnmatch.fnmatchcase(base, name) or fnmatch.fnmatchcase(holder.name, name):
             return name
-        if len(holder.name) == COMM_LENGTH and name.startswith(holder.name):
+        if cut and name.startswith(holder.name):
+            return name
+        if cut and not base and may_go_on(holder.name, name):
             return name
     return ""
+
+
+def may_go_on(text: str, pattern: str) -> bool:
+    """Might something that begins with this text match the pattern?"""
+    return any(fnmatch.fnmatchcase(text, pattern[:length]) for length in range(1, len(pattern) + 1))
 
 
 class Verdict:

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Who may be touched for whom: every reason to leave a process alone, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    holders,
+    node,
+    owners,
+    verdict,
+    work,
+)
+
+from .conftest import Python
+
+# PID namespaces: the node's own and the one above it, two containers', and some inside those.
+ABOVE, NODE, CT129, CT130, INNER = 1, 2, 129000, 130000, 900
+HOME = {129: CT129, 130: CT130, 12: None}
+OURSELVES = 4242
+ROOT = 0
+
+H = "3f8a0c5d" * 8
+OTHER = "77aa0c5d" * 8
+UID = "2a4b6c8d-1111-2222-3333-444455556666"
+USER = "/user.slice/user-1000.slice/user@1000.service"
+PROTECT = ["nvidia-persistenced", "dcgm*", "nvidia-cuda-mps-server", "*-keep-me", ""]
+
+
+def this_node(own: str = "/user.slice/user-0.slice/session-1.scope") -> node.Node:
+    """A node as it is after its start, with nothing read from this machine."""
+    host = node.Node.__new__(node.Node)
+    host.own_namespaces = [NODE, ABOVE]
+    host.own_family = {OURSELVES}
+    host.own_owner = owners.owner_of("0::" + own + "\n", host.own_namespaces, host.own_namespaces)
+    host._commands = {}
+    return host
+
+
+def holder(
+    cgroup: str = "/user.slice/user-0.slice/session-1.scope",
+    spaces: tuple[int, ...] = (),
+    pid: int = 500,
+    ns_pid: int = 50,
+    name: str = "python3",
+    command: str = "python3 -m sglang.launch_server",
+    uid: int = ROOT,
+) -> holders.Holder:
+    """A process below this node's namespace, ``spaces`` deep."""
+    one = holders.Holder(pid)
+    one.cgroup = "".join(f"0::{path}\n" for path in cgroup.split(" "))
+    one.namespaces = [*spaces, NODE, ABOVE]
+    one.ns_pid = ns_pid if spaces else pid
+    one.name, one.command, one.uid = name, command, uid
+    one.owner = owners.owner_of(one.cgroup, one.namespaces, [NODE, ABOVE])
+    return one
+
+
+def why_not(one: holders.Holder, host: node.Node | None = None, **spec: Any) -> str:
+    target = verdict.Target({"name": "x", "protect": PROTECT, **spec})
+    home = HOME[target.vmid] if target.vmid else NODE
+    return (host or this_node()).why_not(target, one, home)
+
+
+CT = {"vmid": 129}
+ALL = {"scope": "everything"}
+ALL_CT = {"vmid": 129, "scope": "everything"}
+JOB = {"scope": "job:6"}
+BOB = {"scope": "user:root"}
+IN_129 = {"cgroup": "/lxc/129/ns", "spaces": (CT129,)}
+SLURM = "/system.slice/slurmstepd.scope/job_%s/step_0/user/task_0"
+DOCKER = f"/system.slice/docker-{H}.scope"
+
+# Target, holder, and what the reason begins with: "" for one that may be touched.
+TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # What is the target's own may be touched.
+    ({}, {}, ""),
+    ({}, {"cgroup": "/"}, ""),
+    ({}, {"cgroup": "/system.slice/vllm.service"}, ""),
+    ({}, {"cgroup": "/gpu.slice/vllm.service"}, ""),
+    ({}, {"cgroup": "/user.slice/user-1000.slice/session-3.scope", "uid": 1000}, ""),
+    (CT, IN_129, ""),
+    (CT, {"cgroup": "/lxc.payload.129", "spaces": (CT129,)}, ""),
+    (CT, {"cgroup": f"/lxc/129/ns/docker/{H}", "spaces": (INNER, CT129)}, ""),
+    # One that has left its container's cgroup is still in its namespace.
+    (CT, {"cgroup": "/", "spaces": (CT129,)}, ""),
+    (CT, {"cgroup": "/system.slice/ssh.service", "spaces": (INNER, CT129)}, ""),
+    # Ourselves, and PID 1.
+    ({}, {"pid": OURSELVES}, "protected: gpuops itself"),
+    (ALL, {"pid": OURSELVES}, "protected: gpuops itself"),
+    ({}, {"pid": 1}, "protected: it is PID 1"),
+    (ALL, {"pid": 1, "cgroup": "/init.scope"}, "protected: it is PID 1"),
+    (ALL_CT, {"pid": 1, "cgroup": "/init.scope"}, "protected: it is PID 1"),
+    (CT, {**IN_129, "ns_pid": 1}, "protected: it is PID 1"),
+    (CT, {"cgroup": "/", "spaces": (CT129,), "ns_pid": 1}, "protected: it is PID 1"),
+    ({"vmid": 12}, {**IN_129, "ns_pid": 1}, "protected: it is PID 1"),
+    (ALL, {**IN_129, "ns_pid": 1}, "protected: it is PID 1"),
+    (ALL_CT, {"cgroup": "/lxc/130/ns", "spaces": (CT130,), "ns_pid": 1}, "protected: it is PID 1"),
+    (ALL, {"cgroup": "/lxc.payload.x", "spaces": (INNER,), "ns_pid": 1}, "protected: it is PID 1"),
+    (
+        CT,
+        {"cgroup": "/lxc/129/ns/lxc/130/ns", "spaces": (INNER, CT129), "ns_pid": 1},
+        "protected: it is PID 1",
+    ),
+    # PID 1 of docker's container, of a sandbox in a container: the server itself as a rule.
+    (ALL, {"cgroup": DOCKER, "spaces": (INNER,), "ns_pid": 1}, ""),
+    (CT, {"cgroup": f"/lxc/129/ns/docker/{H}", "spaces": (INNER, CT129), "ns_pid": 1}, ""),
+    (CT, {"cgroup": "/lxc/129/ns", "spaces": (INNER, CT129), "ns_pid": 1}, ""),
+    # The protect list, whatever the scope.
+    ({}, {"name": "dcgm-exporter"}, "protected by name (dcgm*)"),
+    (ALL, {"name": "dcgm-exporter"}, "protected by name (dcgm*)"),
+    (CT, {**IN_129, "command": "/usr/bin/dcgmi dmon"}, "protected by name (dcgm*)"),
+    (JOB, {"cgroup": SLURM % 6, "name": "dcgm-exporter"}, "protected by name (dcgm*)"),
+    ({}, {"command": "nvidia-cuda-mps-server"}, "protected by name (nvidia-cuda-mps-server)"),
+    ({"mps": "quit"}, {"command": "nvidia-cuda-mps-server"}, ""),
+    ({"mps": "quit"}, {"name": "dcgm-exporter"}, "protected by name (dcgm*)"),
+    ({"mps": "quit", **CT}, {"command": "nvidia-cuda-mps-server"}, "foreign"),
+    # A command that could not be read disproves nothing, but a whole name does.
+    ({}, {"name": "my-trainer-keep", "command": ""}, "protected by name (*-keep-me); its command"),
+    ({}, {"name": "my-trainer-keep", "command": "my-trainer-keep-going"}, ""),
+    ({}, {"name": "my-trainer", "command": ""}, ""),
+    # No proof of an owner.
+    ({}, {"cgroup": "/mine"}, "foreign: cgroup /mine"),
+    ({}, {"cgroup": "/system.slice/made-by-hand"}, "foreign: cgroup /system.slice/made-by-hand"),
+    ({}, {"cgroup": "/lxc.monitor/129"}, "foreign: cgroup /lxc.monitor/129"),
+    ({}, {"cgroup": "/lxc/129 /lxc/130"}, "foreign: its control groups name"),
+    (CT, {"cgroup": "/lxc/129 /lxc/130", "spaces": (CT129,)}, "foreign: its control groups name"),
+    (BOB, {"cgroup": "/mine"}, "foreign: cgroup /mine"),
+    (JOB, {"cgroup": "/mine"}, "foreign: cgroup /mine"),
+    (ALL, {"cgroup": "/mine"}, ""),
+    # Of another container, or only seemingly of this one.
+    (CT, {"cgroup": "/lxc/130/ns", "spaces": (CT130,)}, "foreign: it belongs to lxc 130"),
+    (CT, {"cgroup": "/lxc/12/ns", "spaces": (CT130,)}, "foreign: it belongs to lxc 12"),
+    (CT, {"cgroup": "/lxc/1299/ns", "spaces": (CT130,)}, "foreign: it belongs to lxc 1299"),
+    (CT, {"cgroup": "/lxc/130/ns", "spaces": (CT129,)}, "foreign: it belongs to lxc 130"),
+    ({"vmid": 12}, IN_129, "foreign: it belongs to lxc 129"),
+    (CT, {"cgroup": "/", "spaces": (CT130,)}, "foreign: it belongs to pidns 130000"),
+    (CT, {"cgroup": "/lxc/129/ns", "spaces": (CT130,)}, "foreign: cgroup /lxc/129/ns, but not"),
+    (CT, {"cgroup": "/lxc/129/x"}, "foreign: cgroup /lxc/129/x, but not"),
+    ({"vmid": 12}, {"cgroup": "/lxc/12/ns", "spaces": (INNER,)}, "foreign: cgroup /lxc/12/ns, but"),
+    (CT, {"cgroup": f"{USER}/lxc/129/x"}, "foreign: it belongs to user 1000"),
+    (
+        CT,
+        {"cgroup": f"{USER}/lxc.payload.129/x", "spaces": (INNER,)},
+        "foreign: it belongs to user",
+    ),
+    # Of the Proxmox host, or of what runs there beside the containers.
+    (CT, {}, "foreign: it belongs to user 0"),
+    (CT, {"cgroup": "/"}, "foreign: it belongs to host"),
+    (CT, {"cgroup": DOCKER, "spaces": (CT129,)}, "foreign: it belongs to docker"),
+    (ALL_CT, {"cgroup": "/lxc/130/ns", "spaces": (CT130,)}, ""),
+    # Behind a fence on a node.
+    ({}, IN_129, "foreign: it belongs to lxc 129"),
+    ({}, {"cgroup": DOCKER}, "foreign: it belongs to docker"),
+    ({}, {"cgroup": "/", "spaces": (INNER,)}, "foreign: it belongs to pidns 900"),
+    ({}, {"cgroup": f"/kubepods/pod{UID}/{H}"}, "foreign: it belongs to pod"),
+    ({}, {"cgroup": SLURM % 6}, "foreign: it belongs to slurm 6"),
+    ({}, {"cgroup": "/system.slice/slurmd.service"}, "foreign: it belongs to scheduler"),
+    ({}, {"cgroup": "/htcondor/condor_slot1_1@n1"}, "foreign: it belongs to htcondor"),
+    ({}, {"cgroup": "/qemu.slice/100.scope"}, "foreign: it belongs to vm 100"),
+    (ALL, {"cgroup": DOCKER}, ""),
+    # A job, and no other that begins with its number.
+    (JOB, {"cgroup": SLURM % 6}, ""),
+    (JOB, {"cgroup": SLURM % 61}, "foreign: it belongs to slurm 61"),
+    ({"scope": "job:61"}, {"cgroup": SLURM % 6}, "foreign: it belongs to slurm 6"),
+    (JOB, {}, "foreign: it belongs to user 0"),
+    # A user's, but only directly on the node.
+    (BOB, {}, ""),
+    (BOB, {"uid": 1}, "foreign: it belongs to user daemon"),
+    (BOB, {"cgroup": DOCKER}, "foreign: it belongs to docker"),
+    (BOB, {"cgroup": SLURM % 6}, "foreign: it belongs to slurm 6"),
+]
+
+
+@pytest.mark.parametrize(("spec", "who", "why"), TABLE)
+def test_who_may_be_touched(spec: dict[str, Any], who: dict[str, Any], why: str) -> None:
+    found = why_not(holder(**who), **spec)
+    assert found.startswith(why) if why else found == ""
+
+
+def test_who_has_left_the_cgroup_is_said_to_be_the_containers() -> None:
+    one = holder("/", (CT129,))
+    assert why_not(one, vmid=129) == ""
+    assert (one.owner.kind, one.owner.id, one.escaped) == ("lxc", "129", True)
+    assert why_not(one, vmid=130).startswith("foreign: it belongs to lxc 129")
+
+
+def test_a_node_inside_a_container_is_reset_and_not_the_one_beside_it() -> None:
+    host = this_node(f"/docker/{H}")
+    assert why_not(holder(f"/docker/{H}"), host) == ""
+    assert why_not(holder(f"/docker/{OTHER}"), host).startswith("foreign: it belongs to docker")
+    assert why_not(holder("/lxc/129"), host).startswith("foreign: it belongs to lxc")
+
+
+CGROUPS = [
+    "/",
+    "/init.scope",
+    "/mine",
+    "/system.slice/a.service",
+    "/lxc/129/ns",
+    "/lxc/130/ns",
+    "/lxc/1299",
+    "/lxc.payload.129",
+    f"{USER}/lxc/129",
+    DOCKER,
+    SLURM % 6,
+    "/qemu.slice/129.scope",
+]
+
+
+@given(
+    st.lists(st.sampled_from(CGROUPS), min_size=1, max_size=3).map(" ".join),
+    st.lists(st.sampled_from([CT129, CT130, INNER]), max_size=2, unique=True).map(tuple),
+    st.sampled_from([1, 50]),
+    st.sampled_from([129, 130, 12]),
+)
+def test_a_reset_of_a_container_touches_nobody_outside_its_namespace(
+    cgroup: str, spaces: tuple[int, ...], ns_pid: int, vmid: int
+) -> None:
+    one = holder(cgroup, spaces, ns_pid=ns_pid)
+    if why_not(one, vmid=vmid) == "":
+        assert HOME[vmid] in spaces
+        assert not (ns_pid == 1 and spaces[0] == HOME[vmid])
+        assert one.owner.id == str(vmid)
+
+
+@given(
+    st.lists(st.sampled_from(CGROUPS), min_size=1, max_size=3).map(" ".join),
+    st.lists(st.sampled_from([CT129, INNER]), max_size=2, unique=True).map(tuple),
+)
+def test_a_reset_of_a_node_touches_nobody_in_a_container(
+    cgroup: str, spaces: tuple[int, ...]
+) -> None:
+    if why_not(holder(cgroup, spaces)) == "":
+        assert not spaces
+        assert set(cgroup.split()) <= {
+            "/",
+            "/init.scope",
+            "/system.slice/a.service",
+            f"{USER}/lxc/129",
+        }
+
+
+class Daemon:
+    """Stands in for the reader that tells MPS to quit."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def quit_mps(self, directory: str) -> str:
+        self.told.append(directory)
+        return "sent"
+
+
+@pytest.mark.parametrize(
+    ("spaces", "result"), [((CT129,), "sent"), ((INNER, CT129), "out of reach")]
+)
+def test_the_mps_of_a_container_in_the_container_is_not_told_to_quit(
+    python: Python, start_of: Any, spaces: tuple[int, ...], result: str
+) -> None:
+    pid = python("import time; print('ready', flush=True); time.sleep(60)").pid
+    one = holder("/lxc/129/ns", spaces, pid=pid, command="nvidia-cuda-mps-server")
+    one.start = start_of(pid)
+    job = work.Work.__new__(work.Work)
+    job.node, job.session, job.actions = this_node(), Daemon(), []  # type: ignore[assignment]
+    job.node.home = lambda target: CT129  # type: ignore[method-assign]
+    job.target = verdict.Target({"name": "ct129", "vmid": 129, "mps": "quit", "protect": PROTECT})
+    for grip in job.quit_mps([one], {"name": "mps", "signal": "quit"}):
+        grip.close()
+    assert [each["result"] for each in job.actions] == [result]
+    assert bool(job.session.told) is (result == "sent")  # type: ignore[attr-defined]
+
+
+def test_a_command_is_remembered_while_the_process_waits_in_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = this_node()
+    seen = {"state": "S", "command": "my-trainer", "start": 100, "name": "python3"}
+    asked: list[int] = []
+
+    def describe(one: holders.Holder) -> bool:
+        vars(one).update(seen, cgroup="0::/\n", namespaces=[NODE, ABOVE])
+        return True
+
+    def read(pid: int) -> str:
+        asked.append(pid)
+        return "read-aside"
+
+    monkeypatch.setattr(holders, "describe", describe)
+    monkeypatch.setattr(node, "_command_of_stuck", read)
+
+    def command() -> str:
+        one = holders.Holder(500)
+        assert host.identify(one)
+        return one.command
+
+    assert command() == "my-trainer"
+    seen.update(state="D", command="")
+    assert command() == "my-trainer"
+    assert asked == []
+    # Another process of that number, or another program in it.
+    seen["start"] = 200
+    assert command() == "read-aside"
+    seen["name"] = "other"
+    assert command() == "read-aside"
+    # Once only: the child that reads may be stuck.
+    command()
+    assert asked == [500, 500]
+    seen["state"] = "Z"
+    seen["start"] = 300
+    assert command() == ""
+
+
+def test_a_command_is_read_by_a_child_that_can_be_abandoned(python: Python, tmp_path: Path) -> None:
+    pid = python("import time; print('ready', flush=True); time.sleep(60)").pid
+    assert "import time;" in node._command_of_stuck(pid)
+    assert node._command_of_stuck(2**22 + 1) == ""
+    # What gives no answer, as the memory of a process whose lock is held.
+    silent = tmp_path / "silent"
+    os.mkfifo(silent)
+    began = time.monotonic()
+    assert node._read_aside(str(silent)) == b""
+    assert time.monotonic() - began < 5
