@@ -17,6 +17,7 @@ nvidia is looked at further: a stat on a descriptor of a dead network mount hang
 
 from __future__ import annotations
 
+import mmap
 import os
 import pwd
 import signal
@@ -27,6 +28,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import deadline, owners
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
 # The major number of NVIDIA's GPUs, fixed by the kernel's list of devices. The numbers of
@@ -44,7 +46,16 @@ COMMON = frozenset(
 PROCESSES_PER_WORKER = 1000
 MOST_WORKERS = 4
 
-# Stands in the place of a device for a process that may not be looked at.
+# Seconds that the look at one process may take before it is given up as stuck in the kernel.
+LOOK_PATIENCE = 2.0
+
+# How often, and after how many seconds, a process is looked at again whose mappings could not be
+# read because it was in state D: a healthy one is there for moments only.
+BUSY_LOOKS = 5
+BUSY_PAUSE = 0.02
+
+# Stand in the place of the evidence for a process that cannot be looked at, now or at all.
+BUSY = "busy"
 UNREADABLE = "unreadable"
 
 
@@ -68,7 +79,7 @@ def read_devices(path: str = "/proc/devices") -> Device:
     """The driver's further major numbers (nvidia-uvm, nvidia-caps …) on this node."""
     majors: dict[int, str] = {}
     try:
-        with open(path, encoding="ascii") as devices:
+        with open(path, encoding="ascii", errors="replace") as devices:
             for line in devices:
                 words = line.split()
                 if len(words) == 2 and words[0].isdigit() and words[1].startswith("nvidia"):
@@ -99,6 +110,8 @@ class Holder:
         self.namespaces: list[int] = []
         self.cgroup: str | None = None
         self.owner = owners.Owner("unknown", "", "not looked at yet")
+        # Its memory is not to be touched again: the look at it got stuck there.
+        self.blocks = False
 
     @property
     def gpus(self) -> set[int]:
@@ -146,7 +159,10 @@ class Holder:
 
 
 class Scan:
-    """One look at all processes of the node, deep or quick."""
+    """One look at all processes of the node, deep or quick.
+
+    ``skipped``: the PIDs of those that could not be looked at, or not wholly.
+    """
 
     def __init__(self, deep: bool) -> None:
         self.holders: dict[int, Holder] = {}
@@ -154,7 +170,21 @@ class Scan:
         self.seconds = 0.0
         self.processes = 0
         self.deep = deep
-        self.unreadable = 0
+        self.skipped: set[int] = set()
+
+    @property
+    def unreadable(self) -> int:
+        """How many processes could not be looked at."""
+        return len(self.skipped)
+
+    def add(self, pid: int, how: str, devices: list[str]) -> None:
+        """Note what is known of a process."""
+        if how == UNREADABLE:
+            self.skipped.add(pid)
+            return
+        holder = self.holders.setdefault(pid, Holder(pid))
+        for device in devices:
+            holder.evidence.setdefault(device, set()).add(how)
 
 
 def scan(
@@ -170,8 +200,8 @@ def scan(
     :param limit: seconds; a look may block in the kernel on a process that is stuck there,
         so it is made in forked workers that can be abandoned.
 
-    Never raises: a process that vanishes in the middle of a read is simply gone. How many could
-    not be looked at is in ``unreadable``.
+    Never raises: a process that vanishes in the middle of a read is simply gone. Who could not be
+    looked at is in ``skipped``, and costs nobody else a look.
     """
     result = Scan(deep)
     if pids is None:
@@ -179,71 +209,123 @@ def scan(
     else:
         names = [str(pid) for pid in pids]
     result.processes = len(names)
-    count = min(MOST_WORKERS, os.cpu_count() or 1, 1 + len(names) // PROCESSES_PER_WORKER)
-    workers = [_start_worker(names[part::count], devices, deep) for part in range(count)]
-    for worker, pipe in workers:
-        for pid, device, how in _collect_worker(worker, pipe, result.started + limit):
-            if device == UNREADABLE:
-                result.unreadable += 1
-                continue
-            holder = result.holders.setdefault(pid, Holder(pid))
-            holder.evidence.setdefault(device, set()).add(how)
+    until = result.started + limit
+    busy = _look_at_all(names, devices, result, until)
+    for _ in range(BUSY_LOOKS):
+        if not busy:
+            break
+        time.sleep(BUSY_PAUSE)
+        busy = _look_at_all(busy, devices, result, until)
+    result.skipped.update(int(name) for name in busy)
     result.seconds = time.monotonic() - result.started
     return result
 
 
-def _start_worker(pids: list[str], devices: Device, deep: bool) -> tuple[int, int]:
-    """Look at some processes in a forked copy of this program, which only reads and writes."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            lines = ["%d\t%s\t%s\n" % row for row in _look_at(pids, devices, deep)]
-            data = "".join([*lines, "end\n"]).encode()
-            while data:
-                data = data[os.write(write_end, data) :]
-        finally:
-            os._exit(0)
-    os.close(write_end)
-    return child, read_end
+def _look_at_all(names: list[str], devices: Device, result: Scan, until: float) -> list[str]:
+    """Look at these processes, by several workers at once; returns those that were in state D."""
+    count = min(MOST_WORKERS, os.cpu_count() or 1, 1 + len(names) // PROCESSES_PER_WORKER)
+    workers = [_Worker(names[part::count], devices, result.deep) for part in range(count)]
+    busy = []
+    for worker in workers:
+        left = worker.collect(until)
+        for name, how, *held in worker.rows():
+            if how == BUSY:
+                busy.append(name)
+            else:
+                result.add(int(name), how, held)
+        if left:
+            culprit = int(left[0])
+            result.skipped.add(culprit)
+            if culprit in result.holders:
+                result.holders[culprit].blocks = True
+            if time.monotonic() < until:
+                workers.append(_Worker(left[1:], devices, result.deep))
+            else:
+                result.skipped.update(int(name) for name in left)
+    return busy
 
 
-def _collect_worker(child: int, pipe: int, until: float) -> list[tuple[int, str, str]]:
-    """What a worker found; if it is not done in time, that it could not be read."""
-    data = b""
-    while deadline.readable(pipe, until - time.monotonic()):
-        more = os.read(pipe, 65536)
-        if not more:
-            break
-        data += more
-    os.close(pipe)
-    if not data.endswith(b"end\n"):
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, os.WNOHANG)  # never waited for: it may be stuck
-        return [(child, UNREADABLE, "")]
-    os.waitpid(child, 0)
-    rows = [line.split("\t") for line in data.decode().split("\n")[:-2]]
-    return [(int(pid), device, how) for pid, device, how in rows]
+class _Worker:
+    """A forked copy of this program that looks at some processes, and may be given up.
+
+    What it finds it writes at once, and how far it is stands in memory that it shares with us: so
+    a process that blocks it costs nothing but the look at that process.
+    """
+
+    def __init__(self, names: list[str], devices: Device, deep: bool) -> None:
+        self._names = names
+        self._done = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("I")
+        self._data = b""
+        self._pipe, write_end = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            try:
+                self._work(write_end, devices, deep)
+            finally:
+                os._exit(0)
+        os.close(write_end)
+
+    def _work(self, pipe: int, devices: Device, deep: bool) -> None:
+        for number, name in enumerate(self._names, 1):
+            for how, held in _look_at(name, devices, deep):
+                os.write(pipe, ("\t".join([name, how, *held]) + "\n").encode())
+            self._done[0] = number
+
+    def collect(self, until: float) -> list[str]:
+        """Wait for its end; returns whom it did not get done, first the one that stopped it."""
+        seen, since = 0, time.monotonic()
+        while seen < len(self._names) and time.monotonic() < min(until, since + LOOK_PATIENCE):
+            if self._done[0] > seen:
+                seen, since = self._done[0], time.monotonic()
+            if self._readable(LOOK_PATIENCE / 4) and not self._read():
+                break
+        left = self._names[self._done[0] :]
+        while self._readable(0) and self._read():
+            pass  # what was found is written before it counts as done
+        os.close(self._pipe)
+        if left:
+            os.kill(self._child, signal.SIGKILL)
+        # One that was killed is never waited for: it may be stuck.
+        os.waitpid(self._child, os.WNOHANG if left else 0)
+        return left
+
+    def _readable(self, seconds: float) -> bool:
+        return deadline.readable(self._pipe, seconds)
+
+    def _read(self) -> bool:
+        """Take what it has written; False at its end."""
+        more = os.read(self._pipe, 65536)
+        self._data += more
+        return bool(more)
+
+    def rows(self) -> list[list[str]]:
+        """PID, evidence and devices, as far as they were written whole."""
+        return [line.split("\t") for line in self._data.decode().split("\n")[:-1]]
 
 
-def _look_at(pids: list[str], devices: Device, deep: bool) -> list[tuple[int, str, str]]:
-    """(PID, device, evidence) for these processes; moves about in /proc, so only for a worker."""
-    found: list[tuple[int, str, str]] = []
-    for name in pids:
-        try:
-            none_open, held = _open_devices("/proc/" + name + "/fd", devices)
-        except PermissionError:
-            found.append((int(name), UNREADABLE, ""))
-            continue
-        except OSError:
-            continue  # It has ended, and what has ended holds nothing.
-        rows = [(device, "descriptor") for device in held]
+def _look_at(name: str, devices: Device, deep: bool) -> Iterator[tuple[str, set[str]]]:
+    """Evidence against one process and the devices it is for, each as soon as it is known.
+
+    Moves about in /proc, so only for a worker.
+    """
+    try:
+        none_open, held = _open_devices("/proc/" + name + "/fd", devices)
+        if held:
+            yield "descriptor", held
         if deep or (none_open and has_threads(name)):
-            rows += [(device, "task descriptor") for device in _task_devices(name, devices)]
-        if deep or (held and _state(name) != "D"):
-            rows += [(device, "mapping") for device in _mapped_devices(name, devices)]
-        found += [(int(name), device, how) for device, how in rows]
-    return found
+            own = _task_devices(name, devices)
+            if own:
+                yield "task descriptor", own
+        if deep or held:
+            mapped = _mapped_devices(name, devices)
+            if mapped:
+                yield "mapping", mapped
+            elif mapped is None and deep:
+                yield BUSY, set()
+    except (FileNotFoundError, ProcessLookupError):
+        return  # It has ended, and what has ended holds nothing.
+    except Exception:  # Refused, or unlike anything we know: it may hold whatever it likes.
+        yield UNREADABLE, set()
 
 
 def _open_devices(folder: str, devices: Device) -> tuple[bool, set[str]]:
@@ -251,6 +333,9 @@ def _open_devices(folder: str, devices: Device) -> tuple[bool, set[str]]:
 
     Relative names from inside the folder: a third faster than absolute ones, because the
     kernel does not walk ``/proc/PID`` for each link again.
+
+    :raises PermissionError: root may list the folder of any process, but without CAP_SYS_PTRACE,
+        as in a stock Docker container, not read the links of another user's.
     """
     os.chdir(folder)
     descriptors = os.listdir(".")
@@ -258,20 +343,30 @@ def _open_devices(folder: str, devices: Device) -> tuple[bool, set[str]]:
     for descriptor in descriptors:
         try:
             target = os.readlink(descriptor)
-            if (target[:5] != "/dev/" and "nvidia" not in target) or target in COMMON:
-                continue
-            number = os.stat(descriptor)
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # closed in the meantime
+        if (target[:5] != "/dev/" and "nvidia" not in target) or target in COMMON:
             continue
-        if stat.S_ISCHR(number.st_mode):
-            device = devices.name(number.st_rdev)
-            if device:
-                held.add(device)
+        device = _device_behind(descriptor, target, devices)
+        if device:
+            held.add(device)
     return not descriptors, held
 
 
-def _state(name: str) -> str:
-    fields = stat_fields(int(name))
+def _device_behind(descriptor: str, target: str, devices: Device) -> str:
+    """The NVIDIA device of a descriptor, by number; by name where its file system tells none."""
+    try:
+        number = os.stat(descriptor)
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    except OSError:
+        return _device_by_name(target)
+    return devices.name(number.st_rdev) if stat.S_ISCHR(number.st_mode) else ""
+
+
+def _state(folder: str) -> str:
+    """The state of the process or task of this folder; ``""`` if it is gone."""
+    fields = parse_stat(_bytes(folder + "/stat"))
     return fields[0] if fields else ""
 
 
@@ -286,40 +381,48 @@ def has_threads(name: str) -> bool:
 def _task_devices(name: str, devices: Device) -> set[str]:
     """The devices open in any task's own descriptor table."""
     held: set[str] = set()
-    try:
-        tasks = os.listdir("/proc/" + name + "/task")
-    except OSError:
-        return held
-    for task in tasks:
+    for task in _live_tasks(name):
         try:
             held |= _open_devices("/proc/%s/task/%s/fd" % (name, task), devices)[1]
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
     return held
 
 
-def _mapped_devices(name: str, devices: Device) -> set[str]:
+def _mapped_devices(name: str, devices: Device) -> set[str] | None:
     """The devices mapped by a process, by number where the kernel lets us see it, else by name.
 
     ``maps`` gives a mapping's path and the number of the file system, not of the device;
     the number is behind ``map_files``, which a container without CAP_SYS_ADMIN cannot follow.
+
+    Returns ``None`` for one in state D: it may hold the lock of its memory, and who reads that
+    would wait with it.
     """
-    held: set[str] = set()
     for task in _live_tasks(name):
+        folder = "/proc/%s/task/%s" % (name, task)
+        if _state(folder) == "D":
+            return None
         try:
-            with open("/proc/%s/task/%s/maps" % (name, task), "rb") as maps:
-                lines = [line for line in maps if b"/dev/" in line]
-        except OSError:
+            with open(folder + "/maps", "rb") as maps:
+                text = maps.read()
+        except (FileNotFoundError, ProcessLookupError):
             continue
-        for line in lines:
-            span, _, rest = line.partition(b" ")
-            path = rest[rest.index(b"/dev/") :].decode("utf-8", "replace").strip()
-            device = _mapped_device(name, span.decode(), path, devices)
-            if device:
-                held.add(device)
-        if lines:
-            break  # Tasks of a process share their memory.
-    return held
+        if text:  # Tasks of a process share their memory; one that has exited has none.
+            held = {_mapped_device(name, *mapping, devices) for mapping in parse_maps(text)}
+            return held - {""}
+    return set()
+
+
+def parse_maps(text: bytes) -> list[tuple[str, str]]:
+    """Address range and path, from ``/dev/`` on, of the files below any /dev in a ``maps``."""
+    found = []
+    for line in text.split(b"\n") if b"/dev/" in text else []:
+        words = line.split(None, 5)
+        # What has no inode is no file, whatever a process has called it (PR_SET_VMA_ANON_NAME).
+        if len(words) == 6 and b"/dev/" in words[5] and words[4] != b"0":
+            path = words[5][words[5].index(b"/dev/") :]
+            found.append((words[0].decode("ascii", "replace"), path.decode("utf-8", "replace")))
+    return found
 
 
 def _mapped_device(name: str, span: str, path: str, devices: Device) -> str:
@@ -357,34 +460,53 @@ def _live_tasks(name: str) -> list[str]:
 def stat_fields(pid: int) -> list[str] | None:
     """``/proc/PID/stat`` from the state on, or ``None`` if the process is gone.
 
-    Index 0 is the state, 1 the parent, 19 the start time in clock ticks since boot. The name
-    before them may hold spaces and brackets, so the text is cut at the last bracket.
+    Index 0 is the state, 1 the parent, 19 the start time in clock ticks since boot.
     """
-    try:
-        with open("/proc/%d/stat" % pid, encoding="utf-8", errors="replace") as text:
-            return text.read().rpartition(")")[2].split()
-    except OSError:
-        return None
+    return parse_stat(_bytes("/proc/%d/stat" % pid))
+
+
+def parse_stat(text: bytes) -> list[str] | None:
+    """The fields of a ``stat`` from the state on, ``None`` if it is none.
+
+    The name before them may hold spaces and brackets, so the text is cut at the last bracket.
+    """
+    fields = text.rpartition(b")")[2].decode("ascii", "replace").split()
+    numbers = fields[1:2] + fields[19:20]
+    return fields if len(numbers) == 2 and all(map(_is_number, numbers)) else None
+
+
+def parse_status(text: bytes) -> dict[str, list[str]]:
+    """The words of each line of a ``status``, by key; of two lines with a key the first counts.
+
+    Only a newline ends a line: it is the one letter, beside the backslash, that the kernel
+    escapes in the name of a process, and others (a form feed) pass for line ends elsewhere.
+    """
+    found: dict[str, list[str]] = {}
+    for line in text.decode("utf-8", "replace").split("\n"):
+        key, _, value = line.partition(":")
+        found.setdefault(key, value.split())
+    return found
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 20
 
 
 def describe(holder: Holder) -> bool:
-    """Fill in who this process is; False if it is gone."""
+    """Fill in who this process is; False if it is gone. What cannot be read stays unknown."""
     fields = stat_fields(holder.pid)
     if fields is None:
         return False
     holder.state, holder.ppid, holder.start = fields[0], int(fields[1]), int(fields[19])
     holder.name = _printable(_read(holder.pid, "comm").rstrip("\n"))
-    for line in _read(holder.pid, "status").splitlines():
-        key, _, value = line.partition(":")
-        if key == "Uid":
-            holder.uid = int(value.split()[0])
-        elif key == "NSpid":
-            holder.ns_pid = int(value.split()[-1])
-        elif key == "State":
-            holder.state = value.split()[0]
+    status = parse_status(_bytes("/proc/%d/status" % holder.pid))
+    uid, ns_pid = status.get("Uid", [])[:1], status.get("NSpid", [])[-1:]
+    holder.uid = int(uid[0]) if uid and _is_number(uid[0]) else None
+    holder.ns_pid = int(ns_pid[0]) if ns_pid and _is_number(ns_pid[0]) else holder.pid
+    holder.state = (status.get("State") or [holder.state])[0]
     holder.cgroup = _read(holder.pid, "cgroup") or None
     holder.namespaces = owners.pid_namespaces(holder.pid)
-    if holder.state != "D":
+    if holder.state != "D" and not holder.blocks:
         # The command line lies in the process's memory, whose lock a stuck process may hold.
         # A process whose main thread has exited shows it only at its other tasks.
         tasks = _live_tasks(str(holder.pid))
@@ -400,11 +522,16 @@ def _printable(text: str) -> str:
 
 
 def _read(pid: int, name: str) -> str:
+    return _bytes("/proc/%d/%s" % (pid, name)).decode("utf-8", "replace")
+
+
+def _bytes(path: str) -> bytes:
+    """A file of /proc; nothing if it is gone or not for us."""
     try:
-        with open("/proc/%d/%s" % (pid, name), encoding="utf-8", errors="replace") as text:
-            return text.read()
+        with open(path, "rb", 0) as file:
+            return file.read()
     except OSError:
-        return ""
+        return b""
 
 
 def base_name(command: str) -> str:

@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import holders
 
@@ -57,7 +59,7 @@ def nodes(tmp_path: Path) -> Nodes:
 def found(pid: int, deep: bool = False, devices: holders.Device = DEVICES) -> dict[str, set[str]]:
     """The evidence against one process, seen in a scan of all of them."""
     scan = holders.scan(devices, deep=deep)
-    assert scan.unreadable == 0
+    assert pid not in scan.skipped
     assert scan.processes > 1
     return scan.holders[pid].evidence if pid in scan.holders else {}
 
@@ -319,44 +321,120 @@ def test_a_look_at_nobody(python: Python) -> None:
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The PIDs of the workers that a scan has started and given up."""
+    """The PIDs of the workers that a scan has started."""
     pids: list[int] = []
-    start = holders._start_worker
 
-    def remember(names: list[str], devices: holders.Device, deep: bool) -> tuple[int, int]:
-        worker, pipe = start(names, devices, deep)
-        pids.append(worker)
-        return worker, pipe
+    class Remembered(holders._Worker):
+        def __init__(self, names: list[str], devices: holders.Device, deep: bool) -> None:
+            super().__init__(names, devices, deep)
+            pids.append(self._child)
 
-    monkeypatch.setattr(holders, "_start_worker", remember)
+    monkeypatch.setattr(holders, "_Worker", Remembered)
     yield pids
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
 
-def test_a_look_that_gets_stuck_is_abandoned_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, workers: list[int]
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("stuck", [0, 1, 2])
+def test_a_process_that_blocks_the_look_hides_nobody(
+    python: Python,
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: list[int],
+    deep: bool,
+    stuck: int,
 ) -> None:
-    monkeypatch.setattr(holders, "_look_at", lambda *_: time.sleep(60))
+    path = nodes.make("nvidia1", 195, 1)
+    pids = [python(BEGIN + "hold(sys.argv[1]); " + WAIT, path).pid for _ in range(3)]
+    mapped = holders._mapped_devices
+
+    def block(name: str, devices: holders.Device) -> set[str] | None:
+        if name == str(pids[stuck]):
+            time.sleep(60)  # stands for a read of maps that waits for the memory's lock
+        return mapped(name, devices)
+
+    monkeypatch.setattr(holders, "_mapped_devices", block)
+    monkeypatch.setattr(holders, "LOOK_PATIENCE", 0.4)
     began = time.monotonic()
-    scan = holders.scan(DEVICES, pids=[1], limit=0.2)
-    assert 0.15 < time.monotonic() - began < 1.5
-    assert (scan.unreadable, scan.holders) == (1, {})
+    scan = holders.scan(DEVICES, deep, pids)
+    assert time.monotonic() - began < 2
+    # Also the one that blocks it: its descriptors were seen before.
+    assert {pid: holder.gpus for pid, holder in scan.holders.items()} == {pid: {1} for pid in pids}
+    assert scan.skipped == {pids[stuck]}
+    assert [pid for pid in pids if scan.holders[pid].blocks] == [pids[stuck]]
     # Killed, so that nothing is left when what it was stuck in lets go of it.
     assert os.WTERMSIG(os.waitpid(workers[0], 0)[1]) == 9
 
 
-def test_a_look_that_fails_is_not_taken_for_a_look_that_found_nobody(
+def test_the_memory_of_who_blocks_the_look_is_not_touched_again(python: Python) -> None:
+    holder = holders.Holder(python(BEGIN + WAIT).pid)
+    holder.blocks = True
+    assert holders.describe(holder)
+    assert (holder.command, holder.name != "") == ("", True)
+    holder.blocks = False
+    assert holders.describe(holder)
+    assert holder.command != ""
+
+
+def test_a_look_has_an_end_and_names_whom_it_did_not_reach(
     monkeypatch: pytest.MonkeyPatch, workers: list[int]
 ) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("unforeseen")
+    monkeypatch.setattr(holders, "_look_at", lambda *_: time.sleep(60))
+    began = time.monotonic()
+    scan = holders.scan(DEVICES, pids=[1, 2, 3], limit=0.2)
+    assert 0.15 < time.monotonic() - began < 1.5
+    assert (scan.skipped, scan.unreadable, scan.holders) == ({1, 2, 3}, 3, {})
+    assert len(workers) == 1
+
+
+def test_a_worker_that_dies_has_looked_at_those_before(
+    monkeypatch: pytest.MonkeyPatch, workers: list[int]
+) -> None:
+    def fail(name: str, *_: object) -> Iterator[tuple[str, set[str]]]:
+        if name == "2":
+            os._exit(1)
+        yield "descriptor", {"gpu1"}
 
     monkeypatch.setattr(holders, "_look_at", fail)
+    scan = holders.scan(DEVICES, pids=[1, 2, 3])
+    assert (scan.skipped, set(scan.holders)) == ({2}, {1, 3})
+    assert len(workers) == 2
+
+
+@pytest.mark.parametrize("error", [PermissionError, OSError, RuntimeError])
+def test_a_look_that_fails_is_not_taken_for_a_look_that_found_nobody(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error("unforeseen")
+
+    monkeypatch.setattr(holders, "_open_devices", fail)
     scan = holders.scan(DEVICES, pids=[1])
-    assert (scan.unreadable, scan.holders) == (1, {})
-    assert len(workers) == 1
+    assert (scan.skipped, scan.holders) == ({1}, {})
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_who_is_in_the_kernel_is_looked_at_again(
+    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, times: int
+) -> None:
+    child = python(MAPPED + WAIT, nodes.make("dev/nvidia4", 1, 5))
+    seen, state = tmp_path / "seen", holders._state
+
+    def in_kernel(folder: str) -> str:
+        with seen.open("a") as file:
+            file.write("x")
+        return "D" if len(seen.read_text()) <= times else state(folder)
+
+    monkeypatch.setattr(holders, "_state", in_kernel)
+    scan = holders.scan(DEVICES, deep=True, pids=[child.pid])
+    if times == 1:
+        assert (set(scan.holders), scan.skipped) == ({child.pid}, set())
+    else:
+        # Its mappings are never read: whoever holds their lock, the look does not wait for it.
+        assert (set(scan.holders), scan.skipped) == (set(), {child.pid})
+        assert len(seen.read_text()) == 1 + holders.BUSY_LOOKS
 
 
 def test_processes_that_may_not_be_looked_at_are_counted(root: Path) -> None:
@@ -421,6 +499,132 @@ def test_fields_are_read_whatever_the_process_calls_itself(
 
 def test_fields_of_nobody() -> None:
     assert holders.stat_fields(2**22 + 1) is None
+
+
+WITHOUT_PTRACE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders
+for deep in (False, True):
+    print(holders.scan(holders.Device({}), deep, [int(sys.argv[2])]).skipped)
+"""
+
+
+@pytest.mark.parametrize("hold", ["descriptor", "mapping"])
+def test_who_may_be_listed_but_not_looked_at_is_counted(
+    python: Python, nodes: Nodes, root: Path, hold: str
+) -> None:
+    """Root without CAP_SYS_PTRACE, as Docker starts it, and a holder of another user."""
+    user = "os.setgroups([]); os.setgid(65534); os.setuid(65534); "
+    if hold == "descriptor":
+        source, path = BEGIN + "hold(sys.argv[1]); ", nodes.make("nvidia4", 195, 4)
+    else:
+        source, path = MAPPED + "os.closerange(3, 9); ", nodes.make("dev/nvidia4", 1, 5)
+    pid = python(source + user + WAIT, path).pid
+    python3 = [sys.executable, "-c", WITHOUT_PTRACE, str(root / "collections"), str(pid)]
+    ran = subprocess.run(
+        ["setpriv", "--bounding-set=-sys_ptrace", *python3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == f"{{{pid}}}\n" * 2
+
+
+def test_refused_mappings_alone_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(holders, "_mapped_devices", refuse)
+    scan = holders.scan(DEVICES, deep=True, pids=[os.getpid()])
+    assert scan.skipped == {os.getpid()}
+
+
+@pytest.mark.parametrize(
+    "name", ["a\vState:", "a\fUid:", "a\x1cUid: x", "a\x85NSpid:", "a\nUid:\t7", "b) R 7 x", "c:"]
+)
+def test_a_process_may_have_any_name(python: Python, name: str) -> None:
+    source = "libc.prctl(15, sys.argv[1].encode('latin-1'), 0, 0, 0); "  # PR_SET_NAME
+    holder = holders.Holder(python(BEGIN + source + WAIT, name).pid)
+    assert holders.describe(holder)
+    assert (holder.uid, holder.ns_pid, holder.ppid) == (0, holder.pid, os.getpid())
+    assert holder.state in ("S", "R")
+    assert holder.start > 100
+    assert holder.name.isprintable()
+
+
+@hypothesis.given(text=st.binary())
+@hypothesis.example(b"7 (a) R 1")
+@hypothesis.example("7 (a) R \u00b2 ".encode() * 20)
+def test_no_bytes_of_a_stat_raise(text: bytes) -> None:
+    fields = holders.parse_stat(text)
+    assert fields is None or (int(fields[1]) >= 0 and int(fields[19]) >= 0)
+
+
+@hypothesis.given(name=st.binary(max_size=15))
+def test_no_name_shifts_the_fields_of_a_stat(name: bytes) -> None:
+    rest = " ".join(["S", "77", *map(str, range(17)), "4711", "9"])
+    assert holders.parse_stat(b"7 (" + name + b") " + rest.encode() + b"\n") == rest.split()
+    assert holders.parse_stat(b"7 (" + name + b") S 77\n") is None
+
+
+def escaped(name: bytes) -> bytes:
+    """As the kernel writes a name in ``status`` (string_escape_str with ESCAPE_SPACE's newline)."""
+    return name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
+
+
+@hypothesis.given(name=st.binary(max_size=15))
+@hypothesis.example(b"a\fUid:")
+@hypothesis.example(b"a\nUid:\t7")
+def test_no_name_shifts_the_lines_of_a_status(name: bytes) -> None:
+    text = b"Name:\t%s\nState:\tS (sleeping)\nUid:\t5\t6\t7\t8\n" % escaped(name)
+    found = holders.parse_status(text)
+    assert (found["State"][0], found["Uid"][0]) == ("S", "5")
+
+
+@hypothesis.given(text=st.binary())
+@hypothesis.example(b"Uid:\nState:\nNSpid:\n")
+@hypothesis.example("Uid:\t\u00b2\nNSpid:\tx\n".encode())
+@hypothesis.example(b"Uid:\t" + b"9" * 5000)
+def test_no_bytes_of_proc_keep_a_process_from_being_described(text: bytes) -> None:
+    holder = holders.Holder(os.getpid())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holders, "_bytes", bytes_but(text))
+        assert holders.describe(holder)
+    assert holder.uid is None or holder.uid >= 0
+
+
+def bytes_but(text: bytes) -> Callable[[str], bytes]:
+    """Everything in /proc reads like this but ``stat``, which says whether there is a process."""
+    read = holders._bytes
+    return lambda path: read(path) if path.endswith("/stat") else text
+
+
+@hypothesis.given(text=st.binary())
+@hypothesis.example(b"/dev/")
+@hypothesis.example(
+    b"1-2 r 0 0 0 /dev/nvidia0\n1-2 r-- 0 0 5  /x/dev/nvidia1 (deleted)\n\xff /dev/"
+)
+def test_no_bytes_of_maps_raise(text: bytes) -> None:
+    for span, path in holders.parse_maps(text):
+        assert span
+        assert path.startswith("/dev/")
+
+
+def test_what_maps_say_of_devices() -> None:
+    text = (
+        b"1000-2000 rw-p 00000000 00:05 77   /dev/nvidia0\n"
+        b"2000-3000 rw-p 00000000 00:05 78   /var/lib/lxc/129/rootfs/dev/nvidia-uvm (deleted)\n"
+        b"3000-4000 rw-p 00000000 00:00 0    [anon:/dev/nvidia3 x]\n"
+        b"4000-5000 rw-p 00000000 00:05 79   /usr/lib/libcuda.so\n"
+        b"5000-6000 rw-p 00000000 00:00 0\n"
+        b"6000-7000 rw-p 00000000 00:05 80   /tmp/a\v/dev/nvidia7\n"
+    )
+    assert holders.parse_maps(text) == [
+        ("1000-2000", "/dev/nvidia0"),
+        ("2000-3000", "/dev/nvidia-uvm (deleted)"),
+        ("6000-7000", "/dev/nvidia7"),
+    ]
 
 
 def test_who_a_process_is(python: Python, nodes: Nodes, start_of: Callable[[int], int]) -> None:
