@@ -64,6 +64,9 @@ _PATTERNS = [
     ("unit", re.compile(r"/(?:(?!user-)[^/]+\.slice/)+" + _UNIT)),
 ]
 
+# The words that name a pod in containerd's annotations, after io.kubernetes.cri.sandbox-.
+POD_NAME = ("namespace", "name")
+
 # Where systemd puts what is the node's own, and whatever lies within a unit.
 _OWN = re.compile(
     r"(?:/|/init\.scope|(?:/[^/]+\.slice)+(?:/[^/]+\.(?:service|scope)(?:/.*)?)?)\Z", re.DOTALL
@@ -130,11 +133,18 @@ def container_name(kind: str, ident: str, root: str = "/") -> str:
                     if each["id"] == ident:
                         return _word(each["names"][0])
         if kind == "containerd":
-            path = "run/containerd/io.containerd.runtime.v2.task/k8s.io/%s/config.json" % ident
-            return _word(_json(root, path)["annotations"]["io.kubernetes.cri.container-name"])
+            return _word(_annotations(ident, root)["io.kubernetes.cri.container-name"])
     except (KeyError, IndexError, TypeError):
         pass  # Written in another way than we know: the id is name enough.
     return ""
+
+
+def _annotations(container: str, root: str) -> dict[str, Any]:
+    """What containerd's state notes of a container of a pod."""
+    path = "run/containerd/io.containerd.runtime.v2.task/k8s.io/%s/config.json" % container
+    content = _json(root, path)
+    notes = content.get("annotations") if isinstance(content, dict) else None
+    return notes if isinstance(notes, dict) else {}
 
 
 def _word(value: Any) -> str:
@@ -196,6 +206,19 @@ def innermost(text: str) -> Owner | None:
             if match and (best is None or (match.start(1), -rank) > best):
                 best, found = (match.start(1), -rank), Owner(kind, match.group(1), "cgroup " + path)
     return found
+
+
+def pod_of(text: str, root: str = "/") -> str:
+    """The Kubernetes pod of a ``/proc/PID/cgroup``: ``namespace/name`` where containerd's state
+    tells it, else its uid; ``""`` if there is none."""
+    for path in cgroup_paths(text):
+        pod = re.search(_POD, path)
+        if pod:
+            container = (re.findall(_HEX64, path) or [""])[-1]
+            notes = _annotations(container, root)
+            names = [_word(notes.get("io.kubernetes.cri.sandbox-" + key)) for key in POD_NAME]
+            return "/".join(names) if all(names) else "with uid " + pod.group(1).replace("_", "-")
+    return ""
 
 
 def pid_namespaces(pid: int) -> list[int]:

@@ -555,3 +555,28 @@ def test_the_name_of_a_container_is_what_its_runtime_wrote(
     assert owners.container_name("lxc", "129", str(tmp_path)) == ""
     file.write_text(broken)
     assert owners.container_name(kind, HEX, str(tmp_path)) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (f"{KUBELET}/kubepods-besteffort-pod{UID_}.slice/cri-containerd-{H}.scope", "llm/vllm-0"),
+        (f"/kubepods/pod{UID}/{H}", "llm/vllm-0"),
+        (f"/kubepods/pod{UID}/{OTHER}", f"with uid {UID}"),
+        (f"/kubelet.slice/kubelet-kubepods-pod{UID_}.slice", f"with uid {UID}"),
+        (f"/docker/{H}", ""),
+        ("/", ""),
+    ],
+)
+def test_the_pod_is_called_what_people_call_it(tmp_path: Path, path: str, name: str) -> None:
+    folder = tmp_path / "run/containerd/io.containerd.runtime.v2.task/k8s.io" / H
+    folder.mkdir(parents=True)
+    notes = (
+        '"io.kubernetes.cri.sandbox-namespace": "llm", "io.kubernetes.cri.sandbox-name": "vllm-0"'
+    )
+    (folder / "config.json").write_text(f'{{"annotations": {{{notes}}}}}')
+    assert owners.pod_of(V1.format(path), str(tmp_path)) == name
+    for broken in ("[]", '{"annotations": []}', '{"annotations": {"x": 1}}', "{"):
+        (folder / "config.json").write_text(broken)
+        expected = f"with uid {UID}" if name else ""
+        assert owners.pod_of(V1.format(path), str(tmp_path)) == expected

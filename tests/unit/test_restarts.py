@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import holders, restarts
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders, owners, restarts
 
 
 def there(pid: int, start: int) -> holders.Holder:
@@ -64,3 +68,221 @@ def test_counting_ends_and_counts_no_more_than_there_were(
     earlier: list[dict[str, Any]], start: int
 ) -> None:
     assert 0 <= restarts.times(there(1, start), earlier) <= len(earlier)
+
+
+VLLM = "/system.slice/vllm.service"
+H = "3f8a0c5d" * 8
+UID = "2a4b6c8d-1111-2222-3333-444455556666"
+
+
+def in_group(cgroup: str, parent: holders.Holder | None = None) -> holders.Holder:
+    holder = there(9, 900)
+    holder.cgroup = f"0::{cgroup}\n"
+    holder.owner = owners.owner_of(holder.cgroup, [1], [1])
+    holder.ppid = parent.pid if parent else 0
+    return holder
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], holders.Holder]:
+    """Give every holder a living parent of this name, with this number in its namespace."""
+
+    def give(name: str, ns_pid: int) -> holders.Holder:
+        one = holders.Holder(77)
+        one.name, one.ns_pid, one.command = name, ns_pid, name + " -n"
+        monkeypatch.setattr(restarts, "living_parent", lambda holder: one)
+        return one
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("change", "cgroup", "ns_pid", "times"),
+    [
+        # Another port each time, started by the same one: the same parent, or the same unit.
+        ({"command": "python3 -m server --port 2", "ppid": 77}, "/", 70, 1),
+        ({"command": "python3 -m server --port 2", "owner_evidence": f"cgroup {VLLM}"}, VLLM, 1, 1),
+        # An orphan's parent says nothing, nor does a login session, nor another unit.
+        ({"command": "python3 -m server --port 2", "ppid": 77}, "/", 1, 0),
+        ({"command": "x", "owner_evidence": "cgroup /user.slice"}, "/user.slice", 1, 0),
+        ({"command": "x", "owner_evidence": "cgroup /system.slice/a.service"}, VLLM, 1, 0),
+        # Another program, though started by the same one.
+        ({"name": "nginx", "command": "nginx", "ppid": 77}, "/", 70, 0),
+        ({"name": "nginx", "owner_evidence": f"cgroup {VLLM}"}, VLLM, 1, 0),
+    ],
+)
+def test_a_server_that_comes_back_with_another_command(
+    parent: Callable[[str, int], holders.Holder],
+    change: dict[str, Any],
+    cgroup: str,
+    ns_pid: int,
+    times: int,
+) -> None:
+    holder = in_group(cgroup, parent("supervise", ns_pid))
+    assert restarts.times(holder, [{**done(5, 100, 800), **change}]) == times
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "name", "ns_pid", "expected"),
+    [
+        ("/system.slice/vllm.service", "systemd", 1, True),
+        ("/gpu.slice/vllm.service", "systemd", 1, True),
+        ("/lxc/131/ns/gpu.slice/gpu-a.slice/vllm.service", "systemd", 1, True),
+        # A user's systemd is no PID 1.
+        ("/user.slice/user-0.slice/user@0.service/session.slice/a.service", "systemd", 9, True),
+        ("/user.slice/user-0.slice/session-1.scope", "systemd", 1, False),
+        ("/lxc/129/ns", "init", 1, False),
+        ("/lxc/129/ns", "tini", 1, False),
+        ("/lxc/129/ns", "supervisord", 1, True),
+        ("/lxc/129/ns", "s6-svscan", 1, True),
+        ("/lxc/129/ns", "bash", 20, True),
+        (f"/system.slice/docker-{H}.scope", "containerd-shim", 40, True),
+        (f"/lxc/129/ns/libpod_parent/libpod-{H}", "init", 1, True),
+        ("/lxc/129/ns/lxc.payload.5", "init", 1, False),
+    ],
+)
+def test_who_may_be_started_again(
+    parent: Callable[[str, int], holders.Holder],
+    cgroup: str,
+    name: str,
+    ns_pid: int,
+    expected: bool,
+) -> None:
+    above = parent(name, ns_pid)
+    assert restarts.supervised(in_group(cgroup, above), []) is expected
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "name", "ns_pid", "by", "remedy"),
+    [
+        ("/gpu.slice/vllm.service", "systemd", 1, "systemd", "systemctl stop vllm.service"),
+        (
+            "/user.slice/user-0.slice/user@0.service/session.slice/a.service",
+            "systemd",
+            9,
+            "systemd",
+            "systemctl --user stop a.service",
+        ),
+        (f"/docker/{H}", "containerd-shim", 40, f"docker {H[:12]}", f"docker stop {H[:12]}"),
+        (
+            "/system.slice/slurmstepd.scope/job_6/step_0/user/task_0",
+            "slurmstepd",
+            40,
+            "Slurm job 6",
+            "scancel 6",
+        ),
+        (f"/kubepods/pod{UID}/{H}", "containerd-shim", 40, f"pod with uid {UID}", "kubectl"),
+        ("/lxc/129/ns", "supervisord", 1, "supervisord (pid 1, 77 on the node)", "have it stop"),
+        ("/lxc/129/ns", "bash", 20, "bash (pid 20, 77 on the node)", "stop that first"),
+        ("/lxc/129/ns", "init", 1, "not its parent", "find and stop"),
+    ],
+)
+def test_who_starts_it_and_how_to_stop_that(
+    parent: Callable[[str, int], holders.Holder],
+    cgroup: str,
+    name: str,
+    ns_pid: int,
+    by: str,
+    remedy: str,
+) -> None:
+    found = restarts.supervisor(in_group(cgroup, parent(name, ns_pid)))
+    assert by in found[0]
+    assert remedy in found[1]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """A command that is found first; returns the file it writes its arguments to."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def make(name: str, body: str) -> Path:
+        command, said = tmp_path / name, tmp_path / (name + ".said")
+        command.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >{said}\n{body}\n')
+        command.chmod(0o755)
+        return said
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("active", "sub", "restart", "expected"),
+    [
+        ("activating", "auto-restart", "always", "auto-restart"),
+        ("activating", "start-pre", "no", "start-pre"),
+        ("deactivating", "stop-post", "on-failure", "stop-post"),
+        ("deactivating", "stop-post", "no", ""),
+        ("active", "running", "always", ""),
+        ("failed", "failed", "always", ""),
+        ("inactive", "dead", "no", ""),
+    ],
+)
+@pytest.mark.parametrize("vmid", ["", "131"])
+def test_a_unit_that_is_about_to_start_again(
+    fake: Callable[[str, str], Path], active: str, sub: str, restart: str, expected: str, vmid: str
+) -> None:
+    state = f"Restart={restart}\\nActiveState={active}\\nSubState={sub}\\n"
+    said = fake("lxc-attach" if vmid else "systemctl", f"printf '{state}'")
+    holder = in_group(f"/lxc/{vmid}/ns{VLLM}" if vmid else VLLM)
+    found = restarts.pending(holder)
+    assert found == (f"systemd, unit vllm.service is in state {expected}" if expected else "")
+    asked = "show -p ActiveState,SubState,Restart -- vllm.service\n"
+    assert said.read_text() == (f"-n {vmid} -- systemctl {asked}" if vmid else asked)
+
+
+@pytest.mark.parametrize(
+    ("status", "policy", "expected"),
+    [
+        ("restarting", "on-failure", True),
+        ("exited", "always", True),
+        ("exited", "unless-stopped", True),
+        ("exited", "no", False),
+        ("exited", "on-failure", False),
+        ("running", "always", False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["docker", "podman"])
+def test_a_container_that_is_about_to_start_again(
+    fake: Callable[[str, str], Path], kind: str, status: str, policy: str, expected: bool
+) -> None:
+    said = fake(kind, f"echo {status} {policy}")
+    found = restarts.pending(in_group({"docker": f"/docker/{H}"}.get(kind, f"/a/libpod-{H}")))
+    assert found == (f"{kind}, container {H[:12]} is {status}" if expected else "")
+    assert said.read_text().endswith(f"{H}\n")
+
+
+def test_nobody_is_asked_about_what_is_not_his(fake: Callable[[str, str], Path]) -> None:
+    said = fake("systemctl", "printf 'ActiveState=activating\\n'")
+    escaped = in_group(VLLM)
+    escaped.owner = owners.Owner("lxc", "131", "PID namespace 7", by_namespace=True)
+    user = "/user.slice/user-0.slice/user@0.service/app.slice/a.service"
+    for holder in (
+        escaped,
+        # A unit in a container that has no manager we can reach; a user's; none at all.
+        in_group(f"/system.slice/docker-{H}.scope{VLLM}"),
+        in_group(user),
+        in_group("/user.slice/user-0.slice/session-1.scope"),
+        in_group("/"),
+        there(9, 900),
+    ):
+        assert restarts.pending(holder) == ""
+        assert not said.exists()
+    assert restarts.pending(in_group(VLLM)) != ""
+
+
+@pytest.mark.parametrize(
+    "body", ["exit 3", "echo Failed to connect to bus", "printf '\\377=\\n'", "exec sleep 60"]
+)
+def test_a_manager_that_does_not_answer_is_not_waited_for(
+    fake: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.setattr(restarts, "ASK_TIMEOUT", 0.3)
+    fake("systemctl", body)
+    began = time.monotonic()
+    assert restarts.pending(in_group(VLLM)) == ""
+    assert time.monotonic() - began < 5
+
+
+def test_a_manager_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert restarts.pending(in_group(VLLM)) == ""
+    assert restarts.pending(in_group(f"/docker/{H}")) == ""
