@@ -32,7 +32,7 @@ H = "3f8a0c5d" * 8
 OTHER = "77aa0c5d" * 8
 UID = "2a4b6c8d-1111-2222-3333-444455556666"
 USER = "/user.slice/user-1000.slice/user@1000.service"
-PROTECT = ["nvidia-persistenced", "dcgm*", "nvidia-cuda-mps-server", "*-keep-me", ""]
+PROTECT = ["", "nvidia-persistenced", "dcgm*", "nvidia-cuda-mps-server", "*-keep-me"]
 
 
 def this_node(own: str = "/user.slice/user-0.slice/session-1.scope") -> node.Node:
@@ -124,6 +124,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"mps": "quit"}, {"name": "dcgm-exporter"}, "protected by name (dcgm*)"),
     ({"mps": "quit", **CT}, {"command": "nvidia-cuda-mps-server"}, "foreign"),
     # A command that could not be read disproves nothing, but a whole name does.
+    ({}, {"name": "dcgm-exporter", "command": ""}, "protected by name (dcgm*); its command"),
     ({}, {"name": "my-trainer-keep", "command": ""}, "protected by name (*-keep-me); its command"),
     ({}, {"name": "my-trainer-keep", "command": "my-trainer-keep-going"}, ""),
     ({}, {"name": "my-trainer", "command": ""}, ""),
