@@ -3,8 +3,8 @@
 
 Besides what a scenario says, each one is checked for what must always hold: the bystanders are
 the same living processes as before, nothing of ours still runs on any machine, nobody but those
-named was signalled, a machine that is called clean has no memory in use, and every refusal is one
-line.
+named was signalled, a machine that is called clean has no memory in use, every refusal is one
+line, and the package gpuops makes the same of it, in every format.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.lab import linux
-from tests.lab.lab import Lab, in_host, is_there
+from tests.lab.lab import Lab, in_host, is_there, wait_until
 from tests.lab.plan import LabError
 from tests.scenarios.scenario import Outcome, Scenario
+from tests.wrapper import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLBACKS = Path(__file__).parent / "callback"
@@ -242,12 +243,18 @@ class World:
 
     def sshd(self, name: str) -> int:
         """The listening sshd of a machine, as a number outside."""
-        inner = Path(f"/proc/{self.lab.running_init(name)}/root/run/sshd.pid").read_text().strip()
-        for pid in self.processes(name):
-            numbers = linux.namespace_pids(pid)
-            if numbers and numbers[-1] == int(inner) and command_line(pid).startswith("sshd"):
-                return pid
-        raise AssertionError(f"no sshd on {name}")
+        inner = Path(f"/proc/{self.lab.running_init(name)}/root/run/sshd.pid")
+
+        def listening() -> int | None:
+            for pid in self.processes(name):
+                numbers = linux.namespace_pids(pid)
+                if numbers and numbers[-1] == int(inner.read_text()):
+                    return pid if command_line(pid).startswith("sshd") else None
+            return None
+
+        # It answers to its name only when it has set its title.
+        found: int = wait_until(listening, 5, f"sshd on {name}")
+        return found
 
     def start_plain(self, name: str, title: str) -> int:
         """A process of that title which holds no GPU; its number outside."""
@@ -522,6 +529,7 @@ class World:
         check.everything()
         check.bystanders([*living, *self.plain.values()])
         check.leftovers()
+        check.problems += matrix.problems(typed, run.events, outcome.verdict)
         assert not check.problems, (
             "\n".join(when + each for each in check.problems)
             + f"\n\n--- {typed} (exit {run.code}, {run.seconds:.1f} s)\n{run.output}"

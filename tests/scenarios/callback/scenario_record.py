@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Write what each host's results carry as JSON lines, for the runner of the scenarios."""
+"""Write what each host's results carry as JSON lines, for the runner of the scenarios.
+
+Beside the events that a scenario is judged by there are those of ansible-runner, as far as the
+package gpuops reads them: its report of each scenario is looked at as well.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from ansible.plugins.callback import CallbackBase
@@ -39,8 +44,29 @@ class CallbackModule(CallbackBase):
             **more,
         )
 
+    def _as_runner(self, kind: str, data: dict[str, Any]) -> None:
+        self._write(event=kind, created=datetime.now(UTC).isoformat(), event_data=data)
+
+    def _result(self, kind: str, result: Any, **more: Any) -> None:
+        action = result.task.resolved_action
+        data = {"host": result.host.get_name(), "resolved_action": action, "res": result.result}
+        self._as_runner(kind, {**data, **more})
+
+    def v2_runner_on_start(self, host: Any, task: Any) -> None:
+        """Who takes part."""
+        self._as_runner("runner_on_start", {"host": host.get_name()})
+
+    def v2_runner_item_on_ok(self, result: Any) -> None:
+        """A rung, of a batch of hosts."""
+        self._result("runner_item_on_ok", result)
+
+    def v2_runner_item_on_failed(self, result: Any) -> None:
+        """The same, failed."""
+        self._result("runner_item_on_failed", result)
+
     def v2_runner_on_ok(self, result: Any) -> None:
         """A verdict, or the words of an assertion or a debug."""
+        self._result("runner_on_ok", result)
         if "verdict" in result.result:
             self._host("verdict", result)
         elif "msg" in result.result:
@@ -48,14 +74,19 @@ class CallbackModule(CallbackBase):
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
         """A failure; one that is ignored is judged by a later task."""
+        self._result("runner_on_failed", result, ignore_errors=ignore_errors)
         self._host("failed", result, ignored=ignore_errors)
 
     def v2_runner_on_unreachable(self, result: Any) -> None:
         """Unreachable, likewise."""
+        self._result("runner_on_unreachable", result)
         self._host("unreachable", result, ignored=bool(result.task.ignore_unreachable))
 
     def v2_playbook_on_stats(self, stats: Any) -> None:
         """The recap."""
+        self._as_runner(
+            "playbook_on_stats", {"failures": dict(stats.failures), "dark": dict(stats.dark)}
+        )
         self._write(
             event="recap", hosts={host: stats.summarize(host) for host in sorted(stats.processed)}
         )
