@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # So many hosts are shown one by one when they are clean; of more, only their number.
 FEW = 20
 # Seconds between two looks at whether the table has to be drawn again.
-REDRAW = 0.25
+REDRAW = 0.5
 # Phases that are no rung of the ladder.
 QUIET = ("route", "look", "verify")
 
