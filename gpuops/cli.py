@@ -178,17 +178,21 @@ def history(limit: str, log_dir: Path | None, since: str | None, json_: bool) ->
     if json_:
         import json
 
-        for each in entries:
-            click.echo(json.dumps(each))
-        return
-    said = False
-    for line in log.tell(entries):
-        said = True
-        click.echo(plain(line))
-    if not said:
+        _print(json.dumps(each) for each in entries)
+    elif not _print(plain(line) for line in log.tell(entries)):
         click.echo(
             f"no run on {limit} is remembered in {where}{f' since {since}' if since else ''}"
         )
+
+
+def _print(lines: Iterable[str]) -> int:
+    """Print lines until nobody reads them any more; how many there were."""
+    count = 0
+    with contextlib.suppress(BrokenPipeError):
+        for line in lines:
+            count += 1
+            click.echo(line)
+    return count
 
 
 @gpuops.command(epilog=EXIT_CODES)

@@ -122,17 +122,25 @@ def read(
         ) from error
     with file:
         for line in file:
-            try:
-                found = json.loads(line)
-                began = datetime.fromisoformat(found["time"])
-                name = str(found["host"])
-                wanted = found["schema"] == SCHEMA
-            except (ValueError, TypeError, KeyError):
+            found = _parse(line)
+            if found is None or not any(fnmatchcase(found["host"], each) for each in patterns):
                 continue
-            if not wanted or not any(fnmatchcase(name, pattern) for pattern in patterns):
-                continue
-            if since is None or began >= since:
+            if since is None or datetime.fromisoformat(found["time"]) >= since:
                 yield found
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """The entry of a line, with its time in UTC; ``None`` if it is none, or not in full."""
+    try:
+        found = json.loads(line)
+        if found["schema"] != SCHEMA:
+            return None
+        began = datetime.fromisoformat(found["time"])
+        found["time"] = (began if began.tzinfo else began.replace(tzinfo=UTC)).isoformat()
+        list(tell([found]))
+        return dict(found)
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def moment(text: str) -> datetime:
@@ -142,7 +150,10 @@ def moment(text: str) -> datetime:
     """
     ago = re.fullmatch(r"(\d{1,6})([smhdw])", text.strip())
     if ago:
-        return datetime.now(UTC) - timedelta(seconds=int(ago[1]) * UNITS[ago[2]])
+        try:
+            return datetime.now(UTC) - timedelta(seconds=int(ago[1]) * UNITS[ago[2]])
+        except OverflowError as error:
+            raise ValueError(f"{text} ago there were no GPUs") from error
     found = datetime.fromisoformat(text.strip())
     return found if found.tzinfo else found.astimezone()
 

@@ -291,19 +291,29 @@ class _Job:
             self.take(event)
 
     def _end(self) -> None:
-        """Ctrl-C for Ansible, which then ends its workers; death if it does not listen."""
-        if self.pid:
-            with contextlib.suppress(OSError):
-                os.kill(self.pid, signal.SIGINT)
-        else:
-            self.kill.set()
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until + PATIENCE:
-            if time.monotonic() > until:
-                self.kill.set()
+        """Ctrl-C for Ansible, which then ends its workers; death if it does not listen.
+
+        Or if whoever waits for that types Ctrl-C once more.
+        """
+        try:
+            if self.pid:
+                with contextlib.suppress(OSError):
+                    os.kill(self.pid, signal.SIGINT)
+                if self._ends_within(PATIENCE):
+                    return
+        except KeyboardInterrupt:
+            pass
+        self.kill.set()
+        self._ends_within(PATIENCE)
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Pass on what still comes until it has ended."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 event = self.queue.get(timeout=POLL)
                 if event is None:
-                    return
+                    return True
                 with contextlib.suppress(Exception):  # the first error is the one that counts
                     self._pass_on(event)
+        return False

@@ -89,8 +89,20 @@ def show(report: Report, targets: Targets, screen: Screen) -> None:
     screen.wait()
     for format, file in targets:
         if file is None:
-            sys.stdout.write(render.render(report, format))
-            sys.stdout.flush()
+            _to_stdout(render.render(report, format))
+
+
+def _to_stdout(document: str) -> None:
+    """In UTF-8 as in a file, whatever the locale; that its reader has left changes no verdict."""
+    try:
+        sys.stdout.buffer.write(document.encode("utf-8", "replace"))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise UsageError(
+            f"standard output cannot be written ({error.strerror})", "write --output FORMAT=FILE"
+        ) from error
 
 
 def write_files(report: Report, targets: Targets) -> Iterator[GpuopsError]:

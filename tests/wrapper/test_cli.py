@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -171,6 +172,38 @@ def test_json_on_stdout_is_alone_there(call: Call, answers: Any, replay: Replay)
     done = call("reset", "-l", "all", "--json")
     assert Report.from_json(done.out) == replay("reset-held")
     assert "2 hosts: 2 clean" in done.err
+
+
+@pytest.mark.parametrize("coding", ["ascii", "latin-1", "utf-8"])
+def test_a_document_on_stdout_is_utf_8_whatever_the_locale(
+    replay: Replay, tmp_path: Path, coding: str
+) -> None:
+    report = replay("reset-held")
+    host = replace(report.hosts[0], name="knöten1", reason="€")
+    report = replace(report, hosts=(host,))
+    (tmp_path / "old.json").write_text(report.to_json())
+    done = subprocess.run(
+        [*GPUOPS, "report", str(tmp_path / "old.json"), "--json"],
+        env={**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": coding},
+        capture_output=True,
+    )
+    assert Report.from_json(done.stdout) == report
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["report", "FILE", "--json"], ["report", "FILE"]])
+def test_a_reader_that_has_left_changes_no_exit_code(
+    replay: Replay, tmp_path: Path, arguments: list[str]
+) -> None:
+    file = tmp_path / "old.json"
+    file.write_text(replay("reset-blocked").to_json())
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [each.replace("FILE", str(file)) for each in arguments]
+    done = subprocess.run([*GPUOPS, *words], stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert done.returncode == 11
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
 def test_several_outputs_at_once(call: Call, answers: Any, tmp_path: Path) -> None:

@@ -78,6 +78,18 @@ def test_what_is_no_entry_is_passed_over(replay: Replay, tmp_path: Path) -> None
     assert len(list(history.read(tmp_path))) == 2
 
 
+def test_an_entry_that_lacks_something_is_passed_over(replay: Replay, tmp_path: Path) -> None:
+    history.append(replay("reset-held"), tmp_path)
+    file = tmp_path / history.NAME
+    whole = json.loads(file.read_text().splitlines()[0])
+    for name in whole:
+        part = json.dumps({key: value for key, value in whole.items() if key != name})
+        file.write_text(file.read_text() + part + "\n")
+    file.write_text(file.read_text() + json.dumps({**whole, "time": "2026-11-29T16:00:00"}) + "\n")
+    found = history.read(tmp_path, since=history.moment("2026-11-01"))
+    assert len(list(history.tell(found))) > 3
+
+
 def test_a_disk_that_is_full_leaves_it_as_it_was(
     replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +130,7 @@ def test_since(replay: Replay, tmp_path: Path) -> None:
     assert len(list(history.read(tmp_path, ["node1"], history.moment("2020-01-01")))) == 3
 
 
-@pytest.mark.parametrize("text", ["", "7", "d7", "7y", "yesterday", "-1d"])
+@pytest.mark.parametrize("text", ["", "7", "d7", "7y", "yesterday", "-1d", "999999w"])
 def test_a_time_that_is_none(text: str) -> None:
     with pytest.raises(ValueError):
         history.moment(text)
