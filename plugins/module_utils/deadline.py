@@ -1,11 +1,35 @@
 # Copyright (c) the gpuops authors
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Wait for a descriptor, but never longer than said."""
+"""How long anything may take: a descriptor that is waited for, and a whole request."""
 
 from __future__ import annotations
 
 import select
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+# So many targets of one host are worked on at once.
+TARGETS_AT_ONCE = 32
+
+# Seconds for the looks at all processes, and for everything that has no deadline of its own.
+LOOKS = 30.0
+SLACK = 10.0
+
+
+def of_request(request: dict[str, Any]) -> float:
+    """Seconds after which a node's program gives up whoever of its targets has no answer yet.
+
+    Each target may have to wait for the turn of another run before it climbs a rung of its own,
+    and before any of them the first reader and the driver's numbers may have used up their time.
+    """
+    targets = request["targets"]
+    wait = float((request.get("rung") or {}).get("wait") or 0)
+    smi = max([float(target.get("smi_timeout") or 10) for target in targets], default=10.0)
+    rounds = -(-len(targets) // TARGETS_AT_ONCE)
+    return 2 * smi + rounds * (2 * (wait + smi) + LOOKS) + SLACK
 
 
 def readable(handle: int, seconds: float) -> bool:

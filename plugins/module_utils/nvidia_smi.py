@@ -11,6 +11,7 @@ real tool, driver 580.
 
 from __future__ import annotations
 
+import _thread
 import os
 import re
 import signal
@@ -85,9 +86,9 @@ SESSION_ENV = {
     "HOME": "/",
 }
 
-
-# So many targets of one host are worked on at once.
-TARGETS_AT_ONCE = 32
+# Seconds that the first reader of a batch is given before the others start, unless it sits in the
+# kernel; a reading takes 25 ms.
+HEAD_START = 1.0
 
 
 class Gpu:
@@ -174,7 +175,7 @@ def parse_gpus(text: str, exit_code: int) -> Reading:
         return Reading([], [failure(text, exit_code)], exit_code)
     gpus: list[Gpu] = []
     problems: list[str] = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if not line.strip():
             continue
         values = [value.strip() for value in line.split(",", len(GPU_FIELDS) - 1)]
@@ -185,12 +186,21 @@ def parse_gpus(text: str, exit_code: int) -> Reading:
         gpu = gpu_from_row(index, values)
         if gpu.used_mib is None and gpu.used_text not in NOT_AVAILABLE:
             problems.append("memory.used of GPU %d reads '%s'" % (index, gpu.used_text))
-        if any(gpu.index == other.index or gpu.uuid == other.uuid for other in gpus):
+        if any(is_same_gpu(gpu, other) for other in gpus):
             problems.append("nvidia-smi lists GPU %d (%s) twice" % (index, gpu.uuid))
         gpus.append(gpu)
     if not gpus and not problems:
         problems.append("nvidia-smi listed no GPU")
     return Reading(gpus, problems, exit_code)
+
+
+def is_same_gpu(one: Gpu, other: Gpu) -> bool:
+    """Is anything the same in both that only one GPU of a machine can have?"""
+    return (
+        one.index == other.index
+        or one.uuid == other.uuid
+        or one.bus_id.lower() == other.bus_id.lower()
+    )
 
 
 def is_gpu_row(values: list[str]) -> bool:
@@ -229,7 +239,7 @@ def parse_apps(text: str, exit_code: int) -> tuple[list[App], list[str]]:
         return [], [failure(text, exit_code)]
     apps: list[App] = []
     problems: list[str] = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if not line.strip():
             continue
         values = [value.strip() for value in line.split(",", len(APP_FIELDS) - 1)]
@@ -242,10 +252,15 @@ def parse_apps(text: str, exit_code: int) -> tuple[list[App], list[str]]:
 
 
 def parse_minors(text: str) -> dict[str, int]:
-    """UUID to minor number, from ``nvidia-smi -q``: /dev/nvidiaN counts minors, not indices."""
+    """UUID to minor number, from ``nvidia-smi -q``: /dev/nvidiaN counts minors, not indices.
+
+    Names of processes are part of that text, and can have any letters: a GPU that has two numbers
+    there has none.
+    """
     minors: dict[str, int] = {}
+    doubtful = set()
     uuid = ""
-    for line in text.splitlines():
+    for line in text.split("\n"):
         key, colon, value = line.partition(":")
         if not colon:
             continue
@@ -253,9 +268,9 @@ def parse_minors(text: str) -> dict[str, int]:
             uuid = value.strip()
         elif key.strip() == "Minor Number" and uuid:
             minor = number(value.strip())
-            if minor is not None:
-                minors[uuid] = minor
-    return minors
+            if minor is not None and minors.setdefault(uuid, minor) != minor:
+                doubtful.add(uuid)
+    return {uuid: minor for uuid, minor in minors.items() if uuid not in doubtful}
 
 
 def minors_from_proc(root: str = "/proc/driver/nvidia/gpus") -> dict[str, int]:
@@ -267,10 +282,11 @@ def minors_from_proc(root: str = "/proc/driver/nvidia/gpus") -> dict[str, int]:
         return minors
     for bus in buses:
         try:
-            with open(os.path.join(root, bus, "information"), encoding="utf-8") as info:
-                lines = dict(line.partition(":")[::2] for line in info)
+            with open(os.path.join(root, bus, "information"), "rb") as info:
+                text = info.read().decode("utf-8", "replace")
         except OSError:
             continue
+        lines = dict(line.partition(":")[::2] for line in text.split("\n"))
         minor = number(lines.get("Device Minor", "").strip())
         uuid = lines.get("GPU UUID", "").strip()
         if minor is not None and uuid:
@@ -346,19 +362,30 @@ class Session:
                 code, _, self._buffer = rest.partition(b"\n")
                 self._answered = time.monotonic()
                 return self._after_ready(text.decode("utf-8", "replace")), int(code)
-            left = until - time.monotonic()
-            if left <= 0 or not deadline.readable(self._read, left):
+            if not self._receive(until - time.monotonic()):
                 self.abandon_silent()
-                break
-            data = os.read(self._read, 65536)
-            if not data:
-                said = first_line(self._buffer.decode("utf-8", "replace"))
-                self._abandon("cannot read there: %s" % (said or "the shell ended"))
-                break
-            self._buffer += data
-            if len(self._buffer) > MOST_BYTES:
-                self._abandon("nvidia-smi does not stop printing")
         raise SmiError(self.lost)
+
+    def has_answered(self, answers: int, seconds: float) -> bool:
+        """Do so many answers wait to be taken, now or within ``seconds``?"""
+        until = time.monotonic() + seconds
+        while not self.lost and self._buffer.count(self._mark.encode()) < answers:
+            if not self._receive(until - time.monotonic()):
+                break
+        return self._buffer.count(self._mark.encode()) >= answers
+
+    def _receive(self, seconds: float) -> bool:
+        """Take what the shell says within ``seconds``; False if it says nothing."""
+        if not deadline.readable(self._read, seconds):
+            return False
+        data = os.read(self._read, 65536)
+        self._buffer += data
+        if not data:
+            said = first_line(self._buffer.decode("utf-8", "replace"))
+            self._abandon("cannot read there: %s" % (said or "the shell ended"))
+        elif len(self._buffer) > MOST_BYTES:
+            self._abandon("nvidia-smi does not stop printing")
+        return True
 
     def _after_ready(self, text: str) -> str:
         """Drop what the way there printed (warnings of pct) before the shell's first word."""
@@ -547,18 +574,54 @@ def open_session(target: dict[str, Any], stuck: str) -> Session:
 
 
 class Readers:
-    """The readers of a batch of targets, as many of them as are served at once started already."""
+    """The readers of a batch of targets: started ahead, as many of them as are served at once.
+
+    The first one alone at first: a call that gets stuck in the driver shows with one process that
+    nothing can end, not with one for each target.
+    """
 
     def __init__(self, targets: list[dict[str, Any]]) -> None:
         self.stuck = stuck_call()
-        self._open = {
-            str(target["name"]): open_session(target, self.stuck)
-            for target in targets[:TARGETS_AT_ONCE]
-        }
+        self._ahead = targets[: deadline.TARGETS_AT_ONCE]
+        self._lock = _thread.allocate_lock()  # threading takes 5 ms to import
+        self._open: dict[str, Session] = {}
+        self._started: list[Session] = []
+        for target in self._ahead[:1]:
+            self._start(target)
+
+    def _start(self, target: dict[str, Any]) -> None:
+        session = open_session(target, self.stuck)
+        self._started.append(session)
+        self._open[str(target["name"])] = session
+
+    def start_others(self) -> None:
+        """Start the others when the first has answered, or cannot because of its own place only."""
+        if len(self._ahead) > 1 and not self._first_answers():
+            self.stuck = self.stuck or stuck_call()
+        for target in self._ahead[1:]:
+            self._start(target)
+
+    def _first_answers(self) -> bool:
+        """Wait for the first answer of nvidia-smi; not long, unless it sits in the kernel."""
+        first, began = self._started[0], time.monotonic()
+        readings = 1 + FIRST_QUESTIONS.index("gpus")
+        while not first.has_answered(readings, 0.05):
+            waited = time.monotonic() - began
+            if first.lost or waited > first.timeout:
+                return False
+            if waited > HEAD_START and not _calls_in_kernel():
+                return False
+        return True
 
     def of(self, target: dict[str, Any]) -> Session:
         """The reader of this target, started now if its turn has only come now."""
-        return self._open.pop(str(target["name"]), None) or open_session(target, self.stuck)
+        name = str(target["name"])
+        with self._lock:
+            if name not in self._open:
+                if not self.stuck and any(session.lost for session in self._started):
+                    self.stuck = stuck_call()
+                self._start(target)
+            return self._open.pop(name)
 
 
 def stuck_call(patience: float = 1.0) -> str:

@@ -16,6 +16,7 @@ import threading
 import time
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    deadline,
     node,
     nvidia_smi,
     verdict,
@@ -40,16 +41,12 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
     ``unknown`` with the error as its reason.
     """
     specs = request["targets"]
-    if os.geteuid() != 0:
-        judged = verdict.Verdict(
-            verdict.UNKNOWN,
-            "gpuops must be root on the acting host; it runs as user id %d" % os.geteuid(),
-            "set ansible_user: root or become: true",
-        )
-        return summary(
-            {spec["name"]: work.bare_result(spec["name"], judged) for spec in specs}, 0.0
-        )
+    judged = unfit()
+    if judged:
+        return summary({each["name"]: work.bare_result(each["name"], judged) for each in specs}, 0)
+    until = time.monotonic() + deadline.of_request(request)
     readers = readers or nvidia_smi.Readers(specs)
+    readers.start_others()
     timeout = max([verdict.Target(spec).smi_timeout for spec in specs], default=10.0)
     host = node.Node(timeout, readers.stuck)
     results: dict[str, dict[str, Any]] = {}
@@ -64,14 +61,48 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
             session = readers.of(spec)
             results[spec["name"]] = _serve(host, verdict.Target(spec), session, request)
 
-    workers = min(nvidia_smi.TARGETS_AT_ONCE, len(specs))
+    workers = min(deadline.TARGETS_AT_ONCE, len(specs))
     threads = [threading.Thread(target=worker, daemon=True) for _ in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, until - time.monotonic()))
     host.session.close()
-    return summary(results, time.monotonic() - host.began)
+    answers = {spec["name"]: results.get(spec["name"]) or overdue(spec, request) for spec in specs}
+    return summary(answers, time.monotonic() - host.began)
+
+
+def unfit() -> verdict.Verdict | None:
+    """Why nothing that this program sees or does here would be right, or ``None`` if it is fit."""
+    if os.geteuid() != 0:
+        return verdict.Verdict(
+            verdict.UNKNOWN,
+            "gpuops must be root on the acting host; it runs as user id %d" % os.geteuid(),
+            "set ansible_user: root or become: true",
+        )
+    try:
+        number = os.readlink("/proc/self")
+    except OSError:
+        number = "no process"
+    # With the /proc of another namespace each number there would be another process's here.
+    if number != str(os.getpid()):
+        return verdict.Verdict(
+            verdict.UNKNOWN,
+            "/proc on the acting host is not that of its own PID namespace: it shows %s where this "
+            "program is process %d" % (number, os.getpid()),
+            "mount its own there (mount -t proc proc /proc), or act from the node around it",
+        )
+    return None
+
+
+def overdue(spec: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """The result of a target whose work did not come to an end."""
+    judged = verdict.Verdict(
+        verdict.UNKNOWN,
+        "the work on %s was given up after %g s" % (spec["name"], deadline.of_request(request)),
+        "something hangs in the kernel of the acting host: see dmesg there, and reboot it",
+    )
+    return work.bare_result(spec["name"], judged)
 
 
 def _serve(

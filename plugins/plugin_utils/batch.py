@@ -13,19 +13,25 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shlex
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ansible.plugins.action import ActionBase
 
+from ansible_collections.gpuops.gpu.plugins.module_utils import deadline
+
 # Where the knowledge lies. Read as text and not imported: Ansible compiles what it imports from a
 # collection anew in every worker, and only the node needs it.
 FOLDER = Path(__file__).parent.parent / "module_utils"
 PACKAGE = "ansible_collections.gpuops.gpu.plugins.module_utils"
+# Seconds that an answer may come later than its program's own deadline: connecting takes some.
+ON_THE_WAY = 20.0
 # In the order in which they import each other.
 READERS = ("deadline", "owners", "nvidia_smi")
 REST = ("holders", "signals", "turns", "verdict", "node", "restarts", "work", "program")
@@ -78,6 +84,46 @@ def end_with_controller() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Overdue(BaseException):
+    """A host does not answer. No Exception: after one the connection would be tried again."""
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Give up what is done in the block after ``seconds``, and end the ssh that it waits for.
+
+    An alarm, because a worker of Ansible is a process of its own that does nothing else; where the
+    task has set one itself (its keyword ``timeout``) that one counts.
+
+    :raises Overdue: the time is over.
+    """
+
+    def ring(*_: object) -> None:
+        raise Overdue
+
+    if signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    except Overdue:
+        end_children()
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def end_children() -> None:
+    """End what this worker has started: it leads a process group (since ansible-core 2.19)."""
+    if os.getpgrp() == os.getpid():
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
 
 
 class NoResult(Exception):
@@ -164,9 +210,20 @@ class BatchAction(ActionBase):
             return ran
         end_with_controller()
         command = f"{shlex.quote(self.interpreter(task_vars))} {PYTHON_FLAGS} -"
-        ran = self._low_level_execute_command(
-            command, in_data=program(self.request(args)).encode("utf-8")
-        )
+        request = self.request(args)
+        seconds = deadline.of_request(request) + ON_THE_WAY
+        try:
+            with limit(seconds):
+                ran = self._low_level_execute_command(
+                    command, in_data=program(request).encode("utf-8")
+                )
+        except Overdue:
+            where = self._task.delegate_to or "the host"
+            return {
+                "failed": True,
+                "msg": f"{where} gave no answer within {seconds:g} s and was given up: "
+                f"see whether it hangs, or a stopped python3 {PYTHON_FLAGS} is there",
+            }
         for line in reversed(ran["stdout"].splitlines()):
             if line.startswith(SENTINEL):
                 with suppress(ValueError):  # cut off in the middle: no answer at all

@@ -5,8 +5,12 @@ import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +20,15 @@ from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.connection import local
 
 from ansible_collections.gpuops.gpu.plugins.action import gpu_release, gpu_state
-from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, program
+from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    arguments,
+    deadline,
+    node,
+    nvidia_smi,
+    program,
+    verdict,
+    work,
+)
 from ansible_collections.gpuops.gpu.plugins.plugin_utils import batch
 
 GPU = "0, GPU-1, 00000000:00:06.0, {}, 143771, 616, 0, 31, P0, 580.159.04, NVIDIA H200"
@@ -562,3 +574,160 @@ def test_a_run_without_root_is_a_verdict_like_any_other(
     assert set(bare) == set(full) - {"rung", "earlier", "proved_at"} - unseen
     merged = taken({"hosts": {"node1": {**bare, "rung": "kill"}}}, name="node1")
     assert (merged["verdict"], merged["actions"]) == ("unknown", [])
+
+
+def test_a_proc_of_another_namespace_makes_everything_unknown(machine: Machine) -> None:
+    machine.tool(CLEAN)
+    text = batch.program({"verb": "release", "check": False, **RELEASE})
+    # As Machine.run, but for --mount-proc: the numbers in /proc are those of the namespace above.
+    unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+    enter = 'mount --bind "$1" /usr/local/sbin && exec /usr/bin/python3 -IS -'
+    ran = subprocess.run(
+        [*unshare, "sh", "-c", enter, "sh", str(machine.folder)],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    answer = json.loads(ran.stdout.splitlines()[-1][len(batch.SENTINEL) :])
+    result = answer["hosts"]["node1"]
+    assert (result["verdict"], result["actions"], answer["settled"]) == ("unknown", [], True)
+    assert result["reason"].startswith("/proc on the acting host is not that of its own")
+    assert "mount -t proc" in result["remedy"]
+
+
+class Idle:
+    """Stands for the readers and for what the targets share, where a test needs neither."""
+
+    stuck = ""
+
+    def __init__(self, *_: object) -> None:
+        self.session = SimpleNamespace(close=lambda: None)
+        self.began = time.monotonic()
+
+    def start_others(self) -> None:
+        """Nothing to start."""
+
+    def of(self, _: object) -> None:
+        """No reader."""
+
+
+def test_a_target_whose_work_does_not_end_is_unknown_and_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def serve(_: object, target: Any, *__: object) -> dict[str, Any]:
+        if target.name == "stuck":
+            time.sleep(60)
+        judged = verdict.Verdict(verdict.CLEAN, "")
+        return work.bare_result(target.name, judged)
+
+    monkeypatch.setattr(nvidia_smi, "Readers", Idle)
+    monkeypatch.setattr(node, "Node", Idle)
+    monkeypatch.setattr(program, "_serve", serve)
+    monkeypatch.setattr(deadline, "of_request", lambda _: 0.5)
+    began = time.monotonic()
+    names = ["one", "stuck", "two"]
+    request = {"verb": "state", "targets": [{"name": name} for name in names], "earlier": {}}
+    answer = program.run(request)
+    assert time.monotonic() - began < 5
+    words = {name: host["verdict"] for name, host in answer["hosts"].items()}
+    assert words == {"one": "clean", "stuck": "unknown", "two": "clean"}
+    late = answer["hosts"]["stuck"]
+    assert late["reason"] == "the work on stuck was given up after 0.5 s"
+    assert late["settled"]
+    assert "reboot" in late["remedy"]
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Each time that the worker's children would have been ended; ours are the tests' own.
+
+    No alarm is set, as in a worker: that of pytest-timeout is put back afterwards.
+    """
+    times: list[str] = []
+    monkeypatch.setattr(batch, "end_children", lambda: times.append("ended"))
+    others = signal.setitimer(signal.ITIMER_REAL, 0)
+    yield times
+    signal.setitimer(signal.ITIMER_REAL, *others)
+
+
+def test_a_host_that_never_answers_fails_as_such(
+    monkeypatch: pytest.MonkeyPatch, ended: list[str]
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        with suppress(Exception):  # as a connection does that tries again
+            time.sleep(60)
+
+    monkeypatch.setattr(deadline, "of_request", lambda _: 0.2)
+    monkeypatch.setattr(batch, "ON_THE_WAY", 0.1)
+    made = action(gpu_state, TARGETS, delegate_to="pve1")
+    made._low_level_execute_command = never
+    before = signal.getsignal(signal.SIGALRM)
+    began = time.monotonic()
+    answer = made.execute(TARGETS, {})
+    assert time.monotonic() - began < 5
+    assert answer["failed"] is True
+    assert answer["msg"].startswith("pve1 gave no answer within 0.3 s and was given up")
+    assert ended == ["ended"]
+    assert (signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM)) == (
+        (0.0, 0.0),
+        before,
+    )
+
+
+def test_a_limit_in_time_ends_nothing(ended: list[str]) -> None:
+    with batch.limit(5):
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 5
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert ended == []
+
+
+def test_the_tasks_own_limit_counts(ended: list[str]) -> None:
+    class Own(BaseException):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Own
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Own), batch.limit(0.05):
+            time.sleep(5)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert ended == []
+
+
+WORKER = """
+import os, subprocess, sys, time
+from ansible_collections.gpuops.gpu.plugins.plugin_utils import batch
+if sys.argv[1] == "leads":
+    os.setsid()
+child = subprocess.Popen(["sleep", "60"])
+try:
+    with batch.limit(0.2):
+        child.wait()
+except batch.Overdue:
+    print("overdue", flush=True)
+time.sleep(0.2)
+print(child.poll())
+child.kill()
+"""
+
+
+@pytest.mark.parametrize(("leads", "code"), [("leads", "-15"), ("does not", "None")])
+def test_what_a_worker_waited_for_is_ended_where_it_leads_its_group(
+    root: Path, leads: str, code: str
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WORKER, leads],
+        env={**os.environ, "PYTHONPATH": str(root / "collections")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (ran.stdout.split(), ran.returncode) == (["overdue", code], 0), ran.stderr

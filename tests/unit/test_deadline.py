@@ -31,3 +31,19 @@ def test_a_pipe_whose_reader_is_gone_is_broken() -> None:
 def test_a_file_is_never_broken(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as file:
         assert not deadline.is_broken(file.fileno())
+
+
+def test_a_request_has_an_end_after_everything_in_it_that_has_one() -> None:
+    def target(smi_timeout: float = 10.0) -> dict[str, object]:
+        return {"name": "node1", "smi_timeout": smi_timeout}
+
+    own = deadline.LOOKS + deadline.SLACK
+    assert deadline.of_request({"targets": []}) == 20 + deadline.SLACK
+    assert deadline.of_request({"targets": [target()]}) == 40 + own
+    assert deadline.of_request({"targets": [target(), target(60)]}) == 240 + own
+    # Its own wait and the turn of another run.
+    rung = {"name": "kill", "wait": 30.0}
+    assert deadline.of_request({"targets": [target()], "rung": rung}) == 100 + own
+    # More targets than are worked on at once take their turns.
+    many = {"targets": [target()] * (deadline.TARGETS_AT_ONCE + 1), "rung": rung}
+    assert deadline.of_request(many) == 20 + 2 * (80 + deadline.LOOKS) + deadline.SLACK

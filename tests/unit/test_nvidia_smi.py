@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """The tool's output is read strictly: what is not plainly good proves nothing."""
 
+import io
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import nvidia_smi, verdict
@@ -21,7 +23,8 @@ FIELDS = len(nvidia_smi.GPU_FIELDS)
 # What a good row is, written without the code under test.
 GOOD_ROW = re.compile(r"\s*(\d+)\s*,\s*(GPU-[^,]*),[^,]*,\s*(\d+)\s*,(?:[^,]*,){6}.*", re.ASCII)
 
-LINE_ENDS = re.compile(r"[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
+# Other letters that end a line elsewhere may be part of a name.
+LINE_ENDS = re.compile(r"\n")
 
 
 def usable(name: str) -> bool:
@@ -47,11 +50,12 @@ def rows(draw: st.DrawFn, least: int = 1) -> list[list[str]]:
     """The rows of a machine, each a list of its fields."""
     count = draw(st.integers(min_value=least, max_value=8))
     uuids = draw(st.lists(st.uuids(), min_size=count, max_size=count, unique=True))
+    buses = draw(st.lists(st.integers(0, 255), min_size=count, max_size=count, unique=True))
     return [
         [
             str(index),
             f"GPU-{uuid}",
-            f"00000000:{draw(st.integers(0, 255)):02X}:00.0",
+            f"00000000:{buses[index]:02X}:00.0",
             *map(str, draw(memory)),
             str(draw(st.integers(0, 100))),
             str(draw(st.integers(0, 110))),
@@ -158,9 +162,11 @@ def test_a_line_twice_is_not_readable(table: list[list[str]], data: st.DataObjec
     assert any("twice" in problem for problem in reading.problems)
 
 
-@given(rows(least=2), st.sampled_from([0, 1]))
-def test_one_index_or_one_uuid_twice_is_not_readable(table: list[list[str]], column: int) -> None:
-    table[-1][column] = table[0][column]
+@given(rows(least=2), st.sampled_from([0, 1, 2]))
+def test_what_only_one_gpu_can_have_is_not_readable_twice(
+    table: list[list[str]], column: int
+) -> None:
+    table[-1][column] = table[0][column].lower() if column == 2 else table[0][column]
     reading = parsed(text_of(table))
     assert not reading.readable
     assert any("twice" in problem for problem in reading.problems)
@@ -262,6 +268,31 @@ def test_any_text_is_read_without_an_error(text: str) -> None:
     assert isinstance(parsed(text).readable, bool)
     assert isinstance(nvidia_smi.parse_apps(text, 0), tuple)
     assert isinstance(nvidia_smi.parse_minors(text), dict)
+
+
+@given(names, st.integers(0, 10**6))
+@example("a\fGPU-2, 9, 20, x", 7)
+@example("a\x85b\u2028c\vd\x1ce", 7)
+def test_no_name_of_a_process_is_a_line_of_its_own(name: str, pid: int) -> None:
+    apps, problems = nvidia_smi.parse_apps(f"GPU-1, {pid}, 20, {name}\n", 0)
+    assert ([(app.pid, app.name) for app in apps], problems) == ([(pid, name)], [])
+
+
+def test_a_process_cannot_give_a_gpu_another_number() -> None:
+    real = "GPU UUID : GPU-1\nMinor Number : 4\nName : {}\nGPU UUID : GPU-2\nMinor Number : 5\n"
+    assert nvidia_smi.parse_minors(real.format("x\fMinor Number : 7")) == {"GPU-1": 4, "GPU-2": 5}
+    for name in ("x\nMinor Number : 7", "x\nGPU UUID : GPU-1\nMinor Number : 7"):
+        assert nvidia_smi.parse_minors(real.format(name)) == {"GPU-2": 5}
+    forged = "x\nGPU UUID : GPU-2\nMinor Number : 7"
+    assert nvidia_smi.parse_minors(real.format(forged)) == {"GPU-1": 4}
+
+
+@given(st.binary())
+def test_any_bytes_of_the_drivers_files_are_read_without_an_error(text: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "0000:00:06.0").mkdir()
+        (Path(folder) / "0000:00:06.0" / "information").write_bytes(text)
+        assert isinstance(nvidia_smi.minors_from_proc(folder), dict)
 
 
 @pytest.mark.parametrize(
@@ -648,7 +679,7 @@ def test_fields_that_are_out_of_place_are_noticed(row: str) -> None:
     assert parsed(GOOD + "\n").readable
 
 
-OTHER = GOOD.replace("0, GPU-1", "1, GPU-2")
+OTHER = GOOD.replace("0, GPU-1, 00000000:00:06", "1, GPU-2, 00000000:00:07")
 USED_THEN_FREE = f"""
 [ "$3$4" = -lms100 ] || exit 3
 for used in 20 20 0 0 0 0; do
@@ -744,3 +775,154 @@ def test_a_closed_loop_leaves_no_process_and_no_descriptor(place: Place, tmp_pat
     loop.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert ends_within(tool, 2)
+
+
+@pytest.fixture
+def in_kernel(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, str]]:
+    """What is found to sit in the kernel: nothing, unless a test puts something in."""
+    found: set[tuple[int, str]] = set()
+    monkeypatch.setattr(nvidia_smi, "_calls_in_kernel", lambda: set(found))
+    return found
+
+
+class Batch:
+    """Readers whose nvidia-smi is a script of the test's, which says whenever it is started."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.readers: nvidia_smi.Readers | None = None
+        patch.setitem(nvidia_smi.SESSION_ENV, "PATH", f"{folder}:/usr/bin:/bin")
+
+    def start(self, script: str, count: int, timeout: float = 5.0) -> nvidia_smi.Readers:
+        tool = self.folder / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\necho $$ >>{self.folder}/started\n{script}\n")
+        tool.chmod(0o755)
+        self.targets = [{"name": f"n{each}", "smi_timeout": timeout} for each in range(count)]
+        self.readers = nvidia_smi.Readers(self.targets)
+        return self.readers
+
+    def readings(self) -> list[nvidia_smi.Reading]:
+        """The first reading of each target, in order."""
+        assert self.readers is not None
+        found = []
+        for target in self.targets:
+            session = self.readers.of(target)
+            with suppress(nvidia_smi.SmiError):
+                session.answer()
+            found.append(session.gpus())
+            session.drop_answers()
+            nvidia_smi.kill(session.pid)
+            session.close()
+        return found
+
+    @property
+    def starts(self) -> int:
+        """How many nvidia-smi were started so far."""
+        file = self.folder / "started"
+        return len(file.read_text().split()) if file.exists() else 0
+
+
+@pytest.fixture
+def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Batch:
+    return Batch(tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("in_kernel")
+def test_the_first_reader_of_a_batch_starts_alone(batch: Batch) -> None:
+    readers = batch.start(f"sleep 0.3; echo '{GOOD}'", 4)
+    began = time.monotonic()
+    readers.start_others()
+    assert time.monotonic() - began < 0.9, "the first reading is enough"
+    assert batch.starts <= 2  # the first one's second reading may have begun
+    assert [reading.readable for reading in batch.readings()] == [True] * 4
+
+
+def test_a_batch_leaves_one_call_stuck_in_the_kernel_and_not_one_for_each(
+    batch: Batch, in_kernel: set[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvidia_smi, "HEAD_START", 0.1)
+    readers = batch.start("exec sleep 60", 40, timeout=0.6)
+    in_kernel.add((4711, "1"))
+    readers.start_others()
+    first, *others = batch.readings()
+    assert first.problems == ["n0: nvidia-smi did not answer within 0.6 s"]
+    assert [each.problems[0] for each in others] == [
+        f"n{each}: an earlier nvidia-smi (pid 4711) is stuck in the driver" for each in range(1, 40)
+    ]
+    assert batch.starts == 1
+
+
+@pytest.mark.usefixtures("in_kernel")
+def test_a_first_reader_that_only_its_own_place_holds_up_delays_nobody_long(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvidia_smi, "HEAD_START", 0.2)
+    script = f"[ $(wc -l <{batch.folder}/started) = 1 ] && exec sleep 60; echo '{GOOD}'"
+    readers = batch.start(script, 3, timeout=3)
+    began = time.monotonic()
+    readers.start_others()
+    assert time.monotonic() - began < 1.5
+    assert [reading.readable for reading in batch.readings()] == [False, True, True]
+
+
+def test_whose_turn_comes_later_is_not_started_when_a_call_has_got_stuck_since(
+    batch: Batch, in_kernel: set[tuple[int, str]]
+) -> None:
+    readers = batch.start(f"echo '{GOOD}'", 34)
+    readers.start_others()
+    before = readers.of(batch.targets[32])
+    assert not before.lost
+    before.abandon_silent()
+    before.close()
+    in_kernel.add((4711, "1"))
+    assert "an earlier nvidia-smi (pid 4711) is stuck" in readers.of(batch.targets[33]).lost
+    batch.targets = batch.targets[:32]
+    assert all(reading.readable for reading in batch.readings())
+
+
+def test_nothing_is_started_where_a_call_is_stuck_already(
+    batch: Batch, in_kernel: set[tuple[int, str]]
+) -> None:
+    in_kernel.add((4711, "1"))
+    batch.start(f"echo '{GOOD}'", 2).start_others()
+    assert all("is stuck in the driver" in each.problems[0] for each in batch.readings())
+    assert batch.starts == 0
+
+
+@pytest.mark.parametrize(
+    ("looks", "stuck"),
+    [
+        ([{(7, "1")}], True),
+        ([{(7, "1")}, set()], False),
+        ([{(7, "1")}, {(8, "1")}], False),
+        # The number has passed to another call: two healthy ones, one after the other.
+        ([{(7, "1")}, {(7, "2")}], False),
+        ([{(7, "1"), (8, "1")}, {(8, "1")}], True),
+        ([set(), {(7, "1")}], False),
+    ],
+)
+def test_only_a_call_that_stays_in_the_kernel_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, looks: list[set[tuple[int, str]]], stuck: bool
+) -> None:
+    left = list(looks)
+    monkeypatch.setattr(
+        nvidia_smi, "_calls_in_kernel", lambda: set(left.pop(0) if len(left) > 1 else left[0])
+    )
+    assert bool(nvidia_smi.stuck_call(0.15)) is stuck
+
+
+def test_a_call_is_known_by_number_and_start_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {
+        "/proc/7/stat": "7 (nvidia-smi) D " + " ".join(map(str, range(1, 50))),
+        "/proc/8/stat": "8 (nvidia-smi) S " + " ".join(map(str, range(1, 50))),
+        "/proc/9/stat": "9 (nvidia-smi-x) D " + " ".join(map(str, range(1, 50))),
+    }
+    monkeypatch.setattr(nvidia_smi.os, "listdir", lambda _: ["7", "8", "9", "10", "self"])
+
+    def opened(path: str, *_: object) -> io.BytesIO:
+        if path not in stats:
+            raise FileNotFoundError(path)
+        return io.BytesIO(stats[path].encode())
+
+    monkeypatch.setattr(nvidia_smi, "open", opened, raising=False)
+    assert nvidia_smi._calls_in_kernel() == {(7, "19")}
