@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # So many hosts are shown one by one when they are clean; of more, only their number.
 FEW = 20
 # Seconds between two looks at whether the table has to be drawn again.
-REDRAW = 0.5
+REDRAW = 0.25
 # Phases that are no rung of the ladder.
 QUIET = ("route", "look", "verify")
 
@@ -264,9 +264,14 @@ class LiveScreen(Screen):
         self.queue.put(lambda: self.console.print(line, soft_wrap=True))
 
     def tick(self) -> None:
-        """Draw the table again if something has changed, and every second for the clock."""
+        """Draw the table again if something has changed, and every second for the clock.
+
+        A large table at most once a second: drawing it costs more than all else here.
+        """
         steps, now = dict(self.steps), time.monotonic()
-        if self.live.is_started and (steps != self.drawn or now - self.drawn_at >= 1):
+        passed = now - self.drawn_at
+        changed = steps != self.drawn and passed >= len(steps) / 50
+        if self.live.is_started and (changed or passed >= 1):
             self.drawn, self.drawn_at = steps, now
             self.live.update(self.table(steps.values()), refresh=True)
 
