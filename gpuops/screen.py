@@ -12,6 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
@@ -289,7 +291,7 @@ class LiveScreen(Screen):
         rows += [self._row(step, names, gpus) for step in order[:room]]
         rows.append(Text(self.count(steps, order[room:]), style="dim"))
         for row in rows:
-            row.truncate(self.console.width, overflow="ellipsis")
+            row.no_wrap, row.overflow = True, "ellipsis"
         return Group(*rows)
 
     def _row(self, step: Step, names: int, gpus: int) -> Text:
@@ -302,8 +304,9 @@ class LiveScreen(Screen):
         row = name.append("  ")
         row.append(f"{now:<11}", style=COLOURS.get(now, "") if done else "bold").append("  ")
         steps = BLOCKS if "utf" in self.console.encoding.lower() else DIGITS
-        for character, colour in bars(step.used_mib, step.total_mib, steps):
-            row.append(character, style=colour)
+        marks = bars(step.used_mib, step.total_mib, steps)
+        for colour, alike in groupby(marks, key=itemgetter(1)):
+            row.append("".join(mark for mark, _ in alike), style=colour)
         if not done and step.waits_for:
             row.append(" " * (2 + gpus - len(step.used_mib)))
             row.append(f"waits for {plain(step.waits_for)}", style="dim")
