@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import os
 import select
+import signal
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 # So many targets of one host are worked on at once.
@@ -40,6 +44,34 @@ def readable(handle: int, seconds: float) -> bool:
     poller = select.poll()
     poller.register(handle, select.POLLIN)
     return bool(poller.poll(max(0.0, seconds) * 1000))
+
+
+def in_a_copy(read: Callable[[], bytes], seconds: float) -> bytes:
+    """What ``read`` returns, made in a forked copy of this program; nothing if it takes longer.
+
+    For what may block in the kernel: the copy is killed then, but never waited for.
+    """
+    until = time.monotonic() + seconds
+    pipe, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            data = read()
+            while data:
+                data = data[os.write(write_end, data) :]
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    found = b""
+    ended = False
+    while not ended and readable(pipe, until - time.monotonic()):
+        more = os.read(pipe, 65536)
+        found += more
+        ended = not more
+    os.close(pipe)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0 if ended else os.WNOHANG)
+    return found if ended else b""
 
 
 def is_broken(handle: int) -> bool:

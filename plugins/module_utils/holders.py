@@ -274,9 +274,11 @@ class _Worker:
     def collect(self, until: float) -> list[str]:
         """Wait for its end; returns whom it did not get done, first the one that stopped it."""
         seen, since = 0, time.monotonic()
-        while seen < len(self._names) and time.monotonic() < min(until, since + LOOK_PATIENCE):
+        while True:
             if self._done[0] > seen:
                 seen, since = self._done[0], time.monotonic()
+            if seen == len(self._names) or time.monotonic() > min(until, since + LOOK_PATIENCE):
+                break
             if self._readable(LOOK_PATIENCE / 4) and not self._read():
                 break
         left = self._names[self._done[0] :]
@@ -366,7 +368,7 @@ def _device_behind(descriptor: str, target: str, devices: Device) -> str:
 
 def _state(folder: str) -> str:
     """The state of the process or task of this folder; ``""`` if it is gone."""
-    fields = parse_stat(_bytes(folder + "/stat"))
+    fields = parse_stat(read_bytes(folder + "/stat"))
     return fields[0] if fields else ""
 
 
@@ -408,19 +410,19 @@ def _mapped_devices(name: str, devices: Device) -> set[str] | None:
         except (FileNotFoundError, ProcessLookupError):
             continue
         if text:  # Tasks of a process share their memory; one that has exited has none.
-            held = {_mapped_device(name, *mapping, devices) for mapping in parse_maps(text)}
+            held = {_mapped_device(name, *each, devices) for each in parse_maps(text, b"/dev/")}
             return held - {""}
     return set()
 
 
-def parse_maps(text: bytes) -> list[tuple[str, str]]:
-    """Address range and path, from ``/dev/`` on, of the files below any /dev in a ``maps``."""
+def parse_maps(text: bytes, part: bytes) -> list[tuple[str, str]]:
+    """Address range and path, from ``part`` on, of the files in a ``maps`` that have it there."""
     found = []
-    for line in text.split(b"\n") if b"/dev/" in text else []:
+    for line in text.split(b"\n") if part in text else []:
         words = line.split(None, 5)
         # What has no inode is no file, whatever a process has called it (PR_SET_VMA_ANON_NAME).
-        if len(words) == 6 and b"/dev/" in words[5] and words[4] != b"0":
-            path = words[5][words[5].index(b"/dev/") :]
+        if len(words) == 6 and part in words[5] and words[4] != b"0":
+            path = words[5][words[5].index(part) :]
             found.append((words[0].decode("ascii", "replace"), path.decode("utf-8", "replace")))
     return found
 
@@ -462,7 +464,7 @@ def stat_fields(pid: int) -> list[str] | None:
 
     Index 0 is the state, 1 the parent, 19 the start time in clock ticks since boot.
     """
-    return parse_stat(_bytes("/proc/%d/stat" % pid))
+    return parse_stat(read_bytes("/proc/%d/stat" % pid))
 
 
 def parse_stat(text: bytes) -> list[str] | None:
@@ -499,7 +501,7 @@ def describe(holder: Holder) -> bool:
         return False
     holder.state, holder.ppid, holder.start = fields[0], int(fields[1]), int(fields[19])
     holder.name = _printable(_read(holder.pid, "comm").rstrip("\n"))
-    status = parse_status(_bytes("/proc/%d/status" % holder.pid))
+    status = parse_status(read_bytes("/proc/%d/status" % holder.pid))
     uid, ns_pid = status.get("Uid", [])[:1], status.get("NSpid", [])[-1:]
     holder.uid = int(uid[0]) if uid and _is_number(uid[0]) else None
     holder.ns_pid = int(ns_pid[0]) if ns_pid and _is_number(ns_pid[0]) else holder.pid
@@ -522,11 +524,11 @@ def _printable(text: str) -> str:
 
 
 def _read(pid: int, name: str) -> str:
-    return _bytes("/proc/%d/%s" % (pid, name)).decode("utf-8", "replace")
+    return read_bytes("/proc/%d/%s" % (pid, name)).decode("utf-8", "replace")
 
 
-def _bytes(path: str) -> bytes:
-    """A file of /proc; nothing if it is gone or not for us."""
+def read_bytes(path: str) -> bytes:
+    """A file of the kernel's; nothing if it is gone or not for us."""
     try:
         with open(path, "rb", 0) as file:
             return file.read()

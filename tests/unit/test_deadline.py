@@ -47,3 +47,17 @@ def test_a_request_has_an_end_after_everything_in_it_that_has_one() -> None:
     # More targets than are worked on at once take their turns.
     many = {"targets": [target()] * (deadline.TARGETS_AT_ONCE + 1), "rung": rung}
     assert deadline.of_request(many) == 20 + 2 * (80 + deadline.LOOKS) + deadline.SLACK
+
+
+def test_what_is_read_in_a_copy_arrives_whole_or_not_at_all() -> None:
+    data = b"x" * 300_000
+    assert deadline.in_a_copy(lambda: data, 5) == data
+    assert deadline.in_a_copy(bytes, 5) == b""
+
+    def stuck() -> bytes:
+        time.sleep(60)
+        return data
+
+    began = time.monotonic()
+    assert deadline.in_a_copy(stuck, 0.1) == b""
+    assert 0.1 <= time.monotonic() - began < 2

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import holders, signals
 
@@ -267,12 +269,15 @@ def test_what_a_sleeping_process_waits_for(python: Python) -> None:
 def test_the_thread_that_waits_may_not_be_the_main_one(python: Python) -> None:
     child = python(DEAD_MAIN)
     assert until(lambda: state(child.pid) == "Z")
-    why = signals.why_stuck(child.pid)
-    assert why["state"] == "Z"
-    channels = {
-        path.read_text(encoding="ascii") for path in Path(f"/proc/{child.pid}/task").glob("*/wchan")
-    }
-    assert why["wait_channel"] in channels - {"0"} or channels == {"0"}
+    tasks = Path(f"/proc/{child.pid}/task")
+
+    def named() -> bool:
+        channels = {path.read_text(encoding="ascii") for path in tasks.glob("*/wchan")}
+        why = signals.why_stuck(child.pid)
+        assert why["state"] == "Z"
+        return why["wait_channel"] in channels - {"0"} or channels == {"0"}
+
+    assert until(named)
 
 
 def test_what_nobody_waits_for() -> None:
@@ -306,3 +311,184 @@ time.sleep(60)
     assert signals.why_stuck(child.pid)["mounts"] == str(point)
     # The same mount matters to nobody who has nothing open on it.
     assert signals.why_stuck(os.getpid())["mounts"] == ""
+
+
+MAPPED_ON = """
+import ctypes, mmap, os, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
+assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
+# Stands for a file system that is not known to be of this machine: here its name is no more known.
+assert libc.mount(b"far", sys.argv[1].encode(), sys.argv[2].encode(), 0, None) == 0
+path = sys.argv[1] + "/file"
+with open(path, "wb") as file:
+    file.truncate(4096)
+handle = os.open(path, os.O_RDONLY)
+if sys.argv[3] == "mapped":
+    memory = mmap.mmap(handle, 4096, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    os.close(handle)
+    libc.close(handle + 1)  # Python's mmap keeps a duplicate
+elif sys.argv[3] == "cwd":
+    os.close(handle)
+    os.chdir(sys.argv[1])
+elif sys.argv[3] == "not":
+    os.close(handle)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("use", ["open", "mapped", "cwd", "not"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_mount_is_named_whatever_the_process_uses_there(
+    python: Python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str, known: bool
+) -> None:
+    if not known:
+        monkeypatch.setattr(signals, "LOCAL", signals.LOCAL.replace(" ramfs ", " "))
+    child = python(MAPPED_ON, str(tmp_path), "ramfs", use)
+    named = str(tmp_path) in signals.why_stuck(child.pid)["mounts"].split(", ")
+    assert named is (use != "not" and not known)
+
+
+def test_mappings_that_cannot_be_read_are_not_waited_for(
+    python: Python, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = python(SLEEP)
+    read = holders.read_bytes
+
+    def block(path: str) -> bytes:
+        if path.endswith("/maps"):
+            time.sleep(60)
+        return read(path)
+
+    monkeypatch.setattr(holders, "read_bytes", block)
+    monkeypatch.setattr(signals, "MAPS_LIMIT", 0.2)
+    began = time.monotonic()
+    assert signals.why_stuck(child.pid)["state"] in "SR"
+    assert 0.15 < time.monotonic() - began < 2
+
+
+REMOTE = (
+    "lustre beegfs ceph gpfs 9p virtiofs smb3 wekafs fuse.glusterfs nfs nfs4 cifs afs orangefs "
+    "pvfs2 ocfs2 gfs2 fuse fuseblk fuse.sshfs coda autofs tomorrows"
+)
+
+
+@pytest.mark.parametrize("kind", REMOTE.split())
+def test_file_systems_that_wait_for_a_server_are_named(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    table = (
+        "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"36 21 0:30 / /mnt/far rw,relatime shared:1 - {kind} server rw\n"
+        "37 36 0:31 / /mnt/far/near rw - tmpfs tmpfs rw\n"
+    )
+    monkeypatch.setattr(holders, "read_bytes", lambda _: table.encode())
+    for file, mounts in (
+        ("/mnt/far/a/b", ["/mnt/far"]),
+        ("/mnt/far", ["/mnt/far"]),
+        # The innermost mount decides, and a name that only begins alike is another's.
+        ("/mnt/far/near/a", []),
+        ("/mnt/farther", []),
+        ("socket:[17]", []),
+    ):
+        monkeypatch.setattr(signals, "_files", lambda _, file=file: [file])
+        assert signals._remote_mounts(1) == mounts
+
+
+def test_a_root_from_the_network_is_named_only_if_nothing_else_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = "21 1 0:9 / / rw - nfs4 srv:/ rw\n36 21 0:30 / /mnt rw - lustre srv rw\n"
+    monkeypatch.setattr(holders, "read_bytes", lambda _: table.encode())
+    for files, mounts in ((["/usr/bin/x"], ["/"]), (["/usr/bin/x", "/mnt/y"], ["/mnt"])):
+        monkeypatch.setattr(signals, "_files", lambda _, files=files: files)
+        assert signals._remote_mounts(1) == mounts
+
+
+@hypothesis.given(text=st.binary())
+@hypothesis.example(b"1 2 3 4 /a - \n1 2 3 4 /a\\777 rw - x\n - \n\xff - \xff")
+def test_no_bytes_of_mountinfo_raise(text: bytes) -> None:
+    mounts = signals.parse_mountinfo(text)
+    assert all(kind for _, kind in mounts)
+    assert signals.mount_of("/a", mounts) in [("", ""), *mounts]
+
+
+@hypothesis.given(name=st.text(st.characters(exclude_characters="\0/", codec="utf-8"), min_size=1))
+@hypothesis.example("a b\nc\\d\te\fg")
+def test_any_mount_point_is_read_as_it_is(name: str) -> None:
+    kernel = "".join(f"\\{ord(each):03o}" if each in " \t\n\\" else each for each in name)
+    text = f"36 21 0:30 / /{kernel} rw shared:1 master:2 - fuse.x src rw\n"
+    assert signals.parse_mountinfo(text.encode()) == [(f"/{name}", "fuse.x")]
+
+
+V1 = "4:freezer:/lxc/129/ns\n2:cpu:/lxc/129\n0::/elsewhere\n"
+V2 = "0::/lxc/129/ns\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "thaw"),
+    [
+        (V1, {"freezer/lxc/129/freezer.state": "FROZEN\n"}, "freezer/lxc/129/freezer.state"),
+        (V1, {"freezer/lxc/129/ns/freezer.state": "FREEZING\n"}, "lxc/129/ns/freezer.state"),
+        (
+            V1,
+            {
+                "freezer/lxc/129/freezer.state": "FROZEN\n",
+                "freezer/lxc/129/ns/freezer.state": "FROZEN\n",
+            },
+            "write THAWED to {root}/freezer/lxc/129/freezer.state",
+        ),
+        (V1, {"freezer/lxc/129/freezer.state": "THAWED\n"}, ""),
+        (V1, {"freezer/lxc/130/freezer.state": "FROZEN\n"}, ""),
+        (V2, {"lxc/129/cgroup.events": "populated 1\nfrozen 1\n"}, "lxc/129/cgroup.freeze"),
+        (V2, {"unified/lxc/129/ns/cgroup.events": "frozen 1\n"}, "unified/lxc/129/ns/cgroup"),
+        (V2, {"lxc/129/cgroup.events": "populated 1\nfrozen 0\n"}, ""),
+        ("", {"lxc/129/cgroup.events": "frozen 1\n"}, ""),
+        ("x\n::\n0:\n", {}, ""),
+    ],
+)
+def test_a_frozen_group_is_named_with_how_to_thaw_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cgroup: str,
+    files: dict[str, str],
+    thaw: str,
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    read = holders.read_bytes
+    monkeypatch.setattr(
+        holders,
+        "read_bytes",
+        lambda path: cgroup.encode() if path == "/proc/7/cgroup" else read(path),
+    )
+    said = signals.frozen(7, str(tmp_path))
+    assert bool(said) is bool(thaw)
+    assert thaw.format(root=tmp_path) in said
+
+
+def test_a_process_that_is_really_frozen(python: Python, start_of: Start) -> None:
+    freezer = Path("/sys/fs/cgroup/freezer")
+    if not freezer.is_dir():
+        pytest.skip("no cgroup v1 here")
+    child = python(SLEEP)
+    group = freezer / f"gpuops-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text(str(child.pid))
+        assert "frozen" not in signals.why_stuck(child.pid)["mounts"]
+        (group / "freezer.state").write_text("FROZEN")
+        assert until(lambda: (group / "freezer.state").read_text() == "FROZEN\n")
+        assert signals.Grip(child.pid, start_of(child.pid)).send("KILL") == "sent"
+        time.sleep(0.1)
+        assert child.poll() is None
+        why = signals.why_stuck(child.pid)
+        assert why["mounts"].startswith("its frozen control group: write THAWED to ")
+        assert why["mounts"].endswith(f"{group.name}/freezer.state")
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        assert child.wait(5) == -signal.SIGKILL
+        until(lambda: (group / "cgroup.procs").read_text() == "")
+        group.rmdir()
