@@ -400,6 +400,10 @@ class World:
                 f"echo '{what['name']}:x:1007:1007::{home}:/bin/bash' >>/etc/passwd"
             )
             self.lab.inside(what["host"], ["sh", "-c", script], check=True)
+        elif verb == "program":
+            self.worn = True
+            script = f"cat >{what['path']} && chmod 755 {what['path']}"
+            self.lab.inside(what["host"], ["sh", "-c", script], input=what["text"], check=True)
         elif verb == "vars":
             for name, variables in what.items():
                 file = self.lab.paths.state / "host_vars" / f"{name}.json"
