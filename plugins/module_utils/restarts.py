@@ -30,9 +30,9 @@ WATCH = 1.0
 # Seconds that a service manager or container runtime may take to say what it is about to do.
 ASK_TIMEOUT = 2.0
 
-# What runs as PID 1 of a container or a small machine and starts nothing again. busybox's init can,
-# but cannot be told from the others.
-PLAIN_INITS = ("init", "tini", "dumb-init", "docker-init", "catatonit", "pause")
+# Who adopts orphans: as their parent it has not started them. busybox's init can start things again
+# but cannot be told from the others; systemd (a user's too) starts units, which are known as such.
+ADOPTERS = ("init", "tini", "dumb-init", "docker-init", "catatonit", "pause", "systemd")
 
 UNITS = ("unit", "user unit")
 RUNTIMES = ("docker", "podman")
@@ -72,9 +72,7 @@ def is_same(holder: holders.Holder, ended: dict[str, Any]) -> bool:
         return True
     if ended.get("owner_evidence") == holder.owner.evidence and _nearest(holder).kind in UNITS:
         return True
-    # What has PID 1 as its parent may be any orphan.
-    parent = living_parent(holder) if ended.get("ppid") == holder.ppid else None
-    return parent is not None and parent.ns_pid != 1
+    return ended.get("ppid") == holder.ppid and starter(holder) is not None
 
 
 def supervised(holder: holders.Holder, chosen: list[holders.Holder]) -> bool:
@@ -85,12 +83,9 @@ def supervised(holder: holders.Holder, chosen: list[holders.Holder]) -> bool:
     if holder.ppid in {each.pid for each in chosen}:
         return False
     parent = living_parent(holder)
-    if parent is None:
-        return False
-    # Orphans are handed to PID 1 of their namespace.
-    if parent.ns_pid != 1:
+    if parent is not None and parent.name == "systemd" and nearest.kind in UNITS:
         return True
-    return nearest.kind in UNITS if parent.name == "systemd" else parent.name not in PLAIN_INITS
+    return starter(holder) is not None
 
 
 def supervisor(holder: holders.Holder) -> tuple[str, str]:
@@ -105,8 +100,8 @@ def supervisor(holder: holders.Holder) -> tuple[str, str]:
     if pod:
         advice = "scale down or delete with kubectl what the pod belongs to first"
         return "Kubernetes, pod %s" % pod, advice
-    parent = living_parent(holder)
-    if parent is not None and parent.name != "systemd" and parent.name not in PLAIN_INITS:
+    parent = starter(holder)
+    if parent is not None:
         by = "%s (%s): %s" % (parent.name, verdict.pids(parent), parent.command[:100])
         # PID 1 cannot be stopped without its container.
         return by, "have it stop that first" if parent.ns_pid == 1 else "stop that first"
@@ -168,6 +163,12 @@ def _ask(argv: list[str]) -> str:
 def _nearest(holder: holders.Holder) -> owners.Owner:
     """Its nearest owner by its control group, who would restart it; one of no kind if none is."""
     return owners.innermost(holder.cgroup or "") or owners.Owner("", "", "")
+
+
+def starter(holder: holders.Holder) -> holders.Holder | None:
+    """Its living parent, if that is one that has started it and not adopted it."""
+    parent = living_parent(holder)
+    return parent if parent is not None and parent.name not in ADOPTERS else None
 
 
 def living_parent(holder: holders.Holder) -> holders.Holder | None:

@@ -97,28 +97,35 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], holders.Hold
 
 
 @pytest.mark.parametrize(
-    ("change", "cgroup", "ns_pid", "times"),
+    ("change", "cgroup", "by", "times"),
     [
         # Another port each time, started by the same one: the same parent, or the same unit.
-        ({"command": "python3 -m server --port 2", "ppid": 77}, "/", 70, 1),
-        ({"command": "python3 -m server --port 2", "owner_evidence": f"cgroup {VLLM}"}, VLLM, 1, 1),
+        ({"command": "python3 -m server --port 2", "ppid": 77}, "/", "bash", 1),
+        (
+            {"command": "python3 -m server --port 2", "owner_evidence": f"cgroup {VLLM}"},
+            VLLM,
+            "systemd",
+            1,
+        ),
         # An orphan's parent says nothing, nor does a login session, nor another unit.
-        ({"command": "python3 -m server --port 2", "ppid": 77}, "/", 1, 0),
-        ({"command": "x", "owner_evidence": "cgroup /user.slice"}, "/user.slice", 1, 0),
-        ({"command": "x", "owner_evidence": "cgroup /system.slice/a.service"}, VLLM, 1, 0),
+        ({"command": "python3 -m server --port 2", "ppid": 77}, "/", "init", 0),
+        ({"command": "x", "ppid": 77}, "/user.slice/user-0.slice/session-1.scope", "systemd", 0),
+        ({"command": "x", "ppid": 78}, "/", "bash", 0),
+        ({"command": "x", "owner_evidence": "cgroup /user.slice"}, "/user.slice", "systemd", 0),
+        ({"command": "x", "owner_evidence": "cgroup /system.slice/a.service"}, VLLM, "systemd", 0),
         # Another program, though started by the same one.
-        ({"name": "nginx", "command": "nginx", "ppid": 77}, "/", 70, 0),
-        ({"name": "nginx", "owner_evidence": f"cgroup {VLLM}"}, VLLM, 1, 0),
+        ({"name": "nginx", "command": "nginx", "ppid": 77}, "/", "bash", 0),
+        ({"name": "nginx", "owner_evidence": f"cgroup {VLLM}"}, VLLM, "systemd", 0),
     ],
 )
 def test_a_server_that_comes_back_with_another_command(
     parent: Callable[[str, int], holders.Holder],
     change: dict[str, Any],
     cgroup: str,
-    ns_pid: int,
+    by: str,
     times: int,
 ) -> None:
-    holder = in_group(cgroup, parent("supervise", ns_pid))
+    holder = in_group(cgroup, parent(by, 70))
     assert restarts.times(holder, [{**done(5, 100, 800), **change}]) == times
 
 
@@ -128,9 +135,12 @@ def test_a_server_that_comes_back_with_another_command(
         ("/system.slice/vllm.service", "systemd", 1, True),
         ("/gpu.slice/vllm.service", "systemd", 1, True),
         ("/lxc/131/ns/gpu.slice/gpu-a.slice/vllm.service", "systemd", 1, True),
+        ("/system.slice/vllm.service", "init", 1, False),
         # A user's systemd is no PID 1.
         ("/user.slice/user-0.slice/user@0.service/session.slice/a.service", "systemd", 9, True),
         ("/user.slice/user-0.slice/session-1.scope", "systemd", 1, False),
+        # Orphans of a session are handed to the user's systemd.
+        ("/user.slice/user-0.slice/session-1.scope", "systemd", 9, False),
         ("/lxc/129/ns", "init", 1, False),
         ("/lxc/129/ns", "tini", 1, False),
         ("/lxc/129/ns", "supervisord", 1, True),
@@ -150,6 +160,13 @@ def test_who_may_be_started_again(
 ) -> None:
     above = parent(name, ns_pid)
     assert restarts.supervised(in_group(cgroup, above), []) is expected
+
+
+def test_who_is_to_be_ended_too_restarts_nothing(
+    parent: Callable[[str, int], holders.Holder],
+) -> None:
+    above = parent("bash", 20)
+    assert restarts.supervised(in_group("/lxc/129/ns", above), [above]) is False
 
 
 @pytest.mark.parametrize(
@@ -251,21 +268,23 @@ def test_a_container_that_is_about_to_start_again(
 
 
 def test_nobody_is_asked_about_what_is_not_his(fake: Callable[[str, str], Path]) -> None:
-    said = fake("systemctl", "printf 'ActiveState=activating\\n'")
+    said = [
+        fake(name, "printf 'ActiveState=activating\\n'") for name in ("systemctl", "lxc-attach")
+    ]
     escaped = in_group(VLLM)
     escaped.owner = owners.Owner("lxc", "131", "PID namespace 7", by_namespace=True)
     user = "/user.slice/user-0.slice/user@0.service/app.slice/a.service"
     for holder in (
         escaped,
         # A unit in a container that has no manager we can reach; a user's; none at all.
-        in_group(f"/system.slice/docker-{H}.scope{VLLM}"),
+        in_group(f"/default/{H}{VLLM}"),
         in_group(user),
         in_group("/user.slice/user-0.slice/session-1.scope"),
         in_group("/"),
         there(9, 900),
     ):
         assert restarts.pending(holder) == ""
-        assert not said.exists()
+        assert not any(file.exists() for file in said)
     assert restarts.pending(in_group(VLLM)) != ""
 
 
