@@ -20,6 +20,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# Where it is kept whom a run has told: an extended attribute of the folder that is locked. A
+# container's control group is one folder, whether it is seen from around it or as the root inside.
+TOLD = "user.gpuops-told"
+# So many of them, the newest: an attribute holds 64 KiB. Nobody is ever taken for an old one.
+MOST_TOLD = 1000
+
 # Signals that ask. Those that do not may be repeated, they change nothing any more.
 ASKING = ("TERM", "INT")
 
@@ -52,40 +58,48 @@ class Turn:
                 waited += 0.05
 
     def was_told(self, holder: holders.Holder, signal: str) -> bool:
-        """Has a run sent this very process this signal, one that need not be repeated?"""
-        return signal in ASKING and [holder.pid, holder.start, signal] in self._told()
+        """Has a run sent this very process this signal, one that need not be repeated?
+
+        The process is known by its number in its own PID namespace, and when it started: these are
+        the same from wherever a run looks.
+        """
+        return signal in ASKING and [holder.ns_pid, holder.start, signal] in self._told()
 
     def remember(self, told: list[dict[str, Any]]) -> None:
-        """Keep whom these actions told, for as long as they live; nothing is kept of the dead."""
-        entries = self._told() + [
-            [each["node_pid"], each["start"], each["signal"]]
+        """Keep whom these actions told."""
+        entries = [
+            [each["pid"], each["start"], each["signal"]]
             for each in told
             if each["result"] == "sent" and each["signal"] in ASKING
         ]
-        alive = [entry for entry in entries if _is_alive(entry[0], entry[1])]
+        if not entries:
+            return
+        text = json.dumps((self._told() + entries)[-MOST_TOLD:]).encode()
         try:
-            if not alive:
-                os.unlink(self._path)
-                return
-            with open(self._path + ".new", "w", encoding="ascii") as file:
-                json.dump(alive, file)
+            os.setxattr(self._lock, TOLD, text)
+        except OSError:
+            self._keep(text)
+
+    def _keep(self, text: bytes) -> None:
+        """Where the folder takes no attribute (before Linux 5.7, or read only): in a file."""
+        try:
+            with open(self._path + ".new", "wb") as file:
+                file.write(text)
             os.rename(self._path + ".new", self._path)
         except OSError:
-            pass  # Nothing to forget, or nowhere to remember; the turns still hold.
+            pass  # Nowhere to remember; the turns still hold.
 
-    def _told(self) -> list[list[Any]]:
+    def _told(self) -> list[Any]:
         try:
-            with open(self._path, encoding="ascii") as file:
-                told: list[list[Any]] | None = json.load(file)
-            return told or []
-        except (OSError, ValueError):
+            text = os.getxattr(self._lock, TOLD)
+        except OSError:
+            text = holders.read_bytes(self._path)
+        try:
+            told = json.loads(text or b"[]")
+        except (ValueError, RecursionError):  # Whoever rules in the container can write it.
             return []
+        return told if isinstance(told, list) else []
 
     def end(self) -> None:
         """Give the turn back."""
         os.close(self._lock)
-
-
-def _is_alive(pid: int, start: int) -> bool:
-    fields = holders.stat_fields(pid)
-    return fields is not None and int(fields[19]) == start

@@ -25,9 +25,17 @@ def holder() -> Iterator[holders.Holder]:
     child.wait()
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> tuple[str, str]:
-    """A root of control groups and a /run of the test's own."""
+@pytest.fixture(params=["attribute", "file"])
+def place(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> tuple[str, str]:
+    """A root of control groups, with attributes or without, and a /run of the test's own."""
+    if request.param == "file":
+
+        def refuse(*_: object) -> None:
+            raise OSError
+
+        monkeypatch.setattr(os, "setxattr", refuse)
     (tmp_path / "cgroup" / "lxc" / "129" / "ns").mkdir(parents=True)
     (tmp_path / "run").mkdir()
     return str(tmp_path / "cgroup"), str(tmp_path / "run")
@@ -35,6 +43,7 @@ def place(tmp_path: Path) -> tuple[str, str]:
 
 def told(holder: holders.Holder, signal: str, result: str = "sent") -> dict[str, object]:
     return {
+        "pid": holder.ns_pid,
         "node_pid": holder.pid,
         "start": holder.start,
         "signal": signal,
@@ -93,26 +102,91 @@ def test_what_may_be_repeated_or_was_not_sent_is_not_kept(
     turn = turns.Turn(129, *place)
     turn.remember([told(holder, signal, result)])
     assert not turn.was_told(holder, signal)
-    assert list(Path(place[1]).iterdir()) == []
+    turn.remember([told(holder, "INT")])
+    assert turn.was_told(holder, "INT")
+    assert not turn.was_told(holder, signal)
 
 
-def test_nothing_is_kept_of_the_dead(place: tuple[str, str], holder: holders.Holder) -> None:
-    gone = subprocess.Popen([sys.executable, "-ISc", "pass"])
-    gone.wait()
-    dead = holders.Holder(gone.pid)
-    turn = turns.Turn(129, *place)
-    turn.remember([told(dead, "TERM"), told(holder, "TERM")])
-    (file,) = Path(place[1]).iterdir()
-    assert json.loads(file.read_text()) == [[holder.pid, holder.start, "TERM"]]
-    os.kill(holder.pid, 9)
-    os.waitpid(holder.pid, 0)
-    turn.remember([])
-    assert list(Path(place[1]).iterdir()) == []
-
-
-@pytest.mark.parametrize("content", ["", "{", "null"])
-def test_a_damaged_memory_tells_nothing(
-    place: tuple[str, str], holder: holders.Holder, content: str
+def test_only_the_newest_are_kept(
+    place: tuple[str, str], holder: holders.Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (Path(place[1]) / "gpuops-told-129.json").write_text(content)
-    assert not turns.Turn(129, *place).was_told(holder, "TERM")
+    monkeypatch.setattr(turns, "MOST_TOLD", 2)
+    turn = turns.Turn(129, *place)
+    others = [holders.Holder(pid) for pid in (1, 2, 3)]
+    for each in (*others, holder):
+        turn.remember([told(each, "TERM")])
+    turn.remember([])
+    assert [turn.was_told(each, "TERM") for each in (*others, holder)] == [False] * 2 + [True] * 2
+
+
+def test_as_many_as_are_kept_fit_into_an_attribute() -> None:
+    entry = [2**22, 2**63, "TERM"]
+    assert len(json.dumps([entry] * turns.MOST_TOLD)) < 64 << 10
+
+
+def test_it_is_the_same_process_from_around_a_container_and_from_inside(
+    place: tuple[str, str], holder: holders.Holder
+) -> None:
+    around = holders.Holder(90_010)
+    around.ns_pid, around.start = holder.ns_pid, holder.start
+    turns.Turn(129, *place).remember([told(around, "TERM")])
+    assert turns.Turn(129, *place).was_told(holder, "TERM")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"null", b"7", b'{"a": 1}', b"\xff", b"[" * 50_000, b"[[], 7, [1]]"]
+)
+def test_a_damaged_memory_tells_nothing_and_is_written_anew(
+    place: tuple[str, str], holder: holders.Holder, content: bytes
+) -> None:
+    turn = turns.Turn(129, *place)
+    try:
+        os.setxattr(f"{place[0]}/lxc/129/ns", turns.TOLD, content)
+    except OSError:
+        (Path(place[1]) / "gpuops-told-129.json").write_bytes(content)
+    assert not turn.was_told(holder, "TERM")
+    turn.remember([told(holder, "TERM")])
+    assert turn.was_told(holder, "TERM")
+
+
+INSIDE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders, turns
+turn = turns.Turn(0, sys.argv[2], sys.argv[3])
+found = holders.Holder(int(sys.argv[4]))
+assert holders.describe(found)
+print(turn.take(0.0), turn.was_told(found, "TERM"))
+"""
+
+
+def test_a_container_shares_its_turn_and_its_memory_with_the_node_around_it(
+    holder: holders.Holder, tmp_path: Path, root: Path
+) -> None:
+    """On a real control group, which is the root of a mount in a cgroup namespace of its own."""
+    tops = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+    top = next((top for top in tops if Path(top, "cgroup.procs").exists()), None)
+    if top is None:
+        pytest.skip("no cgroup v2 here")
+    vmid = os.getpid()
+    group = Path(top) / f"lxc.payload.{vmid}"
+    group.mkdir()
+    try:
+        turn = turns.Turn(vmid, top, str(tmp_path))
+        assert turn.take(0.0) is not None
+        turn.remember([told(holder, "TERM")])
+        inside = tmp_path / "cgroup"
+        inside.mkdir()
+        mount = f'mount -t cgroup2 none {inside} && exec "$@"'
+        enter = f'echo 0 >{group}/cgroup.procs && exec unshare --cgroup --mount sh -c "$0" sh "$@"'
+        python3 = [sys.executable, "-c", INSIDE, str(root / "collections")]
+        ran = subprocess.run(
+            ["sh", "-c", enter, mount, *python3, str(inside), str(tmp_path), str(holder.pid)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (ran.stdout, ran.stderr) == ("None True\n", "")
+        turn.end()
+    finally:
+        group.rmdir()
