@@ -123,6 +123,12 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"mps": "quit"}, {"command": "nvidia-cuda-mps-server"}, ""),
     ({"mps": "quit"}, {"name": "dcgm-exporter"}, "protected by name (dcgm*)"),
     ({"mps": "quit", **CT}, {"command": "nvidia-cuda-mps-server"}, "foreign"),
+    # The kernel cut its name; its command is that of the interpreter.
+    (
+        {},
+        {"name": "nvidia-persiste", "command": "/usr/bin/python3 -m x"},
+        "protected by name (nvidia-persistenced)",
+    ),
     # A command that could not be read disproves nothing, but a whole name does.
     ({}, {"name": "dcgm-exporter", "command": ""}, "protected by name (dcgm*); its command"),
     ({}, {"name": "my-trainer-keep", "command": ""}, "protected by name (*-keep-me); its command"),
