@@ -562,6 +562,8 @@ def test_the_name_of_a_container_is_what_its_runtime_wrote(
     [
         (f"{KUBELET}/kubepods-besteffort-pod{UID_}.slice/cri-containerd-{H}.scope", "llm/vllm-0"),
         (f"/kubepods/pod{UID}/{H}", "llm/vllm-0"),
+        # A node of kind is a container itself.
+        (f"/docker/{OTHER}/kubelet/kubepods/pod{UID}/{H}", "llm/vllm-0"),
         (f"/kubepods/pod{UID}/{OTHER}", f"with uid {UID}"),
         (f"/kubelet.slice/kubelet-kubepods-pod{UID_}.slice", f"with uid {UID}"),
         (f"/docker/{H}", ""),
