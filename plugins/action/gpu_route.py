@@ -35,6 +35,9 @@ class ActionModule(ActionBase):
         # Templates one by one: only these, out of all that the inventory says.
         own = {key: self._templar.template(task_vars[key]) for key in names if key in task_vars}
         try:
+            self.check_strategy()
+            known = {*groups["all"], *groups}
+            routes.check_limit(str(task_vars.get("ansible_limit") or ""), known)
             found = routes.route(name, own, set(groups["all"]), carriers)
             rungs = routes.rungs(own)
             for rung in rungs:
@@ -44,7 +47,7 @@ class ActionModule(ActionBase):
                     raise routes.RouteError(f"rung '{rung['name']}' of gpuops_ladder: {words}")
             file = "".join(routes.named(own, "gpuops_plan"))
             if file and not own.get("gpuops_plan_is_made"):
-                found["target"]["plan"] = plans.read(Path(self._loader.path_dwim(file)), name)
+                found["target"]["plan"] = plans.read(Path(file).expanduser().absolute(), name)
         except routes.RouteError as error:
             return dict(result, failed=True, msg=f"{name}: {error}")
         if found["route"] == "carrier":
@@ -59,6 +62,13 @@ class ActionModule(ActionBase):
         key = json.dumps([found["acting"], rungs, alike], default=str)
         group = "gpuops_on_" + sha256(key.encode()).hexdigest()[:12]
         return dict(result, **self.group_by(group, task_vars), **found, rungs=rungs, group=group)
+
+    def check_strategy(self) -> None:
+        """With another strategy a host would be judged before its leader has acted for it."""
+        play = getattr(getattr(self._task, "_parent", None), "_play", None)
+        strategy = str(getattr(play, "strategy", None) or "linear").rpartition(".")[2]
+        if strategy not in ("linear", "debug"):
+            raise routes.RouteError(f"the strategy is '{strategy}'; run this with linear")
 
     def asked_for(self, name: str, carriers: set[str], task_vars: dict[str, Any]) -> bool:
         """Is a carrier in the play for itself: without any of its containers, though it has some?

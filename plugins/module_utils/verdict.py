@@ -298,24 +298,32 @@ def judge(target: Target, readings: list[nvidia_smi.Reading], view: View, nodes:
         gpu.uuid for gpu in gpus
     ]:
         return Verdict(UNKNOWN, "only one of the two readings showed zero", "verify again")
-    return Verdict(CLEAN, clean_reason(target, gpus))
+    return Verdict(CLEAN, clean_reason(target, gpus, view))
 
 
-def clean_reason(target: Target, gpus: list[nvidia_smi.Gpu]) -> str:
+def clean_reason(target: Target, gpus: list[nvidia_smi.Gpu], view: View) -> str:
     """What was proved, in one sentence."""
+    nobody = "nobody"
+    there = {gpu.minor for gpu in gpus}
+    harmless = [holder for holder, _ in view.spared if holder.gpus & there]
+    if harmless:
+        more = " and %d more" % (len(harmless) - 1) if harmless[1:] else ""
+        nobody += " but %s%s" % (short(harmless[0]), more)
     if any(gpu.used_mib is None for gpu in gpus):
-        return "nobody holds any of %d GPUs in two readings in %s; %s" % (
+        return "%s holds any of %d GPUs in two readings in %s; %s" % (
+            nobody,
             len(gpus),
             target.place,
             "their memory cannot be read there, as gpuops_holders_only declares",
         )
     most = max(gpu.used_mib or 0 for gpu in gpus)
     level = "%d MiB or less, within the declared baseline" % most if most else "0 MiB"
-    return "%d of %d GPUs at %s in two readings in %s, nobody holds them" % (
+    return "%d of %d GPUs at %s in two readings in %s, %s holds them" % (
         len(gpus),
         len(gpus),
         level,
         target.place,
+        nobody,
     )
 
 
@@ -429,6 +437,7 @@ REMEDIES = (
     ("not installed", "install NVIDIA's user-space tools there, of the driver's version"),
     ("is stuck in the driver", "the node needs a reboot; nothing was read or signalled"),
     ("did not answer", "see whether nvidia-smi hangs there by hand; if so the node needs a reboot"),
+    ("is not listed", "name GPUs in gpuops_gpus as nvidia-smi -L does there"),
     ("are expected", "see whether a GPU was lost (dmesg), or correct gpuops_expected_gpus"),
     ("version mismatch", "install the user-space tools of the version of the loaded driver"),
     ("blocked by the operating", "restart the container: it has lost access to its GPUs"),

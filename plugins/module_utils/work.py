@@ -254,6 +254,7 @@ class Work:
         """Choose, signal, and wait until clean or until waiting is pointless."""
         result = self.state()
         if result["verdict"] != verdict.HELD:
+            turn.remember([])
             return result
         if self.returned(restarts.MOST):
             return dict(result, settled=True)

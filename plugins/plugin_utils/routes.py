@@ -8,11 +8,38 @@ Everything that an operator can set is checked here, before anything is reached 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # What Proxmox accepts as the number of a guest.
 VMIDS = range(100, 1_000_000_000)
+
+# All variables that this collection knows: those of its roles, the hosts of its playbooks, and what
+# plan_gpus.yml says of itself.
+NAMES = {
+    "gpuops_baseline_mib",
+    "gpuops_expected_gpus",
+    "gpuops_gpus",
+    "gpuops_holders_only",
+    "gpuops_hosts",
+    "gpuops_ladder",
+    "gpuops_mps",
+    "gpuops_plan",
+    "gpuops_plan_is_made",
+    "gpuops_profile",
+    "gpuops_profiles",
+    "gpuops_protect",
+    "gpuops_protect_more",
+    "gpuops_proxmox_host",
+    "gpuops_rungs",
+    "gpuops_scope",
+    "gpuops_smi_timeout",
+    "gpuops_verify_delay",
+    "gpuops_verify_fresh",
+    "gpuops_verify_retries",
+}
 
 
 class RouteError(Exception):
@@ -33,12 +60,13 @@ def route(
 
     :raises RouteError: the variables contradict each other or name what is not there.
     """
+    check_names(variables)
     vmid = whole(variables, "proxmox_vmid", 0)
     target = {
         "name": name,
         "vmid": vmid,
         "expected_gpus": whole(variables, "gpuops_expected_gpus", 0),
-        "gpus": named(variables, "gpuops_gpus"),
+        "gpus": ranges(named(variables, "gpuops_gpus")),
         "baseline_mib": baseline(variables),
         "protect": [
             name
@@ -78,6 +106,31 @@ def carrier(variables: Mapping[str, Any]) -> tuple[str, Any]:
     """The variable that names the Proxmox host of a container, and what it says (or nothing)."""
     key = "gpuops_proxmox_host" if variables.get("gpuops_proxmox_host") else "proxmox_node"
     return key, variables.get(key)
+
+
+def check_names(variables: Mapping[str, Any]) -> None:
+    """No variable may be mistyped: as one that is not set it would widen the run.
+
+    :raises RouteError: a name like ours is none of ours.
+    """
+    for name in sorted(variables):
+        if name.startswith("gpuops_") and name not in NAMES:
+            near = difflib.get_close_matches(name, sorted(NAMES), 1)
+            hint = f"did you mean {near[0]}?" if near else "leave it out, or name it otherwise"
+            raise RouteError(f"there is no variable {name}; {hint}")
+
+
+def check_limit(limit: str, known: Collection[str]) -> None:
+    """Each host and group after ``-l`` must be there: Ansible may be set to warn of it only.
+
+    :param known: the hosts and groups of the inventory.
+    :raises RouteError: one that is written out is not; patterns are left to Ansible.
+    """
+    parts = limit.split("," if "," in limit else ":")
+    for part in (part.strip() for part in parts):
+        plain = re.fullmatch(r"[^*?\[\]!&~@:]+", part)
+        if plain and part not in known and part not in ("all", "localhost"):
+            raise RouteError(f"there is no host or group '{part}' in the inventory; correct -l")
 
 
 def baseline(variables: Mapping[str, Any]) -> int | dict[str, int]:
@@ -141,9 +194,9 @@ def rungs(variables: Mapping[str, Any]) -> list[Any]:
 
     :raises RouteError: a profile or a rung that does not exist.
     """
-    ladder = variables.get("gpuops_ladder")
-    if ladder is None:
+    if "gpuops_ladder" not in variables:
         return []
+    ladder = variables["gpuops_ladder"]
     if not isinstance(ladder, (list, tuple)) or not all(
         isinstance(rung, Mapping) and rung.get("name") for rung in ladder
     ):
@@ -163,7 +216,14 @@ def rungs(variables: Mapping[str, Any]) -> list[Any]:
     # A rung is an execution, so one that would select nobody is left out.
     quits = variables.get("gpuops_mps") == "quit"
     chosen = [rung for rung in ladder if str(rung["name"]) in wanted]
-    return [rung for rung in chosen if quits or rung.get("select") != "mps"]
+    left = [rung for rung in chosen if quits or rung.get("select") != "mps"]
+    if not left:
+        hint = "set gpuops_mps=quit, or name others" if chosen else "name some of gpuops_ladder"
+        raise RouteError(f"there is no rung to climb; {hint}")
+    for rung in left:
+        if "wait" in rung:
+            seconds(rung, "wait", 1.0, f"wait of the rung '{rung['name']}'")
+    return left
 
 
 def check_verify(variables: Mapping[str, Any]) -> None:
@@ -191,17 +251,20 @@ def whole(variables: Mapping[str, Any], key: str, default: int) -> int:
     return int(text)
 
 
-def seconds(variables: Mapping[str, Any], key: str, default: float) -> float:
-    """A variable that must be a number of seconds above zero."""
+def seconds(variables: Mapping[str, Any], key: str, default: float, words: str = "") -> float:
+    """A variable that must be a number of seconds above zero.
+
+    :param words: what to call it, if not by its key.
+    """
     value = variables.get(key)
     if value is None:
         return default
     try:
-        number = float(value)
+        number = 0.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = 0.0
     if not 0 < number < float("inf"):
-        raise RouteError(f"{key} is '{value}'; write a number of seconds above zero")
+        raise RouteError(f"{words or key} is '{value}'; write a number of seconds above zero")
     return number
 
 
@@ -222,8 +285,25 @@ def words(variables: Mapping[str, Any], key: str) -> list[str]:
     value = variables.get(key)
     if value is None:
         return []
-    if isinstance(value, (str, int)):
+    if is_word(value):
         return [part.strip() for part in str(value).split(",") if part.strip()]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and all(map(is_word, value)):
         return [str(part).strip() for part in value]
     raise RouteError(f"{key} is '{value}'; write a list")
+
+
+def is_word(value: Any) -> bool:
+    """A text or a number; ``true`` is neither."""
+    return isinstance(value, (str, int)) and not isinstance(value, bool)
+
+
+def ranges(gpus: list[str]) -> list[str]:
+    """GPUs with ``0-3`` written out."""
+    found: list[str] = []
+    for gpu in gpus:
+        ends = re.fullmatch(r"([0-9]{1,3})-([0-9]{1,3})", gpu)
+        numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
+        if ends and not numbers:
+            raise RouteError(f"gpuops_gpus names '{gpu}'; write the smaller number first")
+        found += map(str, numbers) if ends else [gpu]
+    return found

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Where to act for a host; what cannot be is refused, with what to write instead."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,7 +205,6 @@ LADDER: dict[str, Any] = {
         ({"gpuops_rungs": []}, ["terminate", "kill", "fuser"]),
         ({"gpuops_rungs": "fuser,terminate"}, ["terminate", "fuser"]),
         ({"gpuops_rungs": ["kill"]}, ["kill"]),
-        ({"gpuops_ladder": None}, []),
     ],
 )
 def test_rungs_in_the_order_of_the_ladder(different: dict[str, Any], names: list[str]) -> None:
@@ -294,7 +294,8 @@ def test_whatever_is_written_there_is_a_route_or_a_sentence(
     try:
         found = route("ct129", **variables)
     except routes.RouteError as error:
-        assert "write" in str(error) or "add it there" in str(error)
+        advice = ("write", "add it there", "name something", "name others", "name some of")
+        assert any(words in str(error) for words in advice)
         return
     assert found["route"] in ("node", "container")
     assert found["acting"] in KNOWN
@@ -425,3 +426,83 @@ def test_what_is_neither_true_nor_false_is_refused(value: Any) -> None:
 def test_a_wrong_baseline_of_one_gpu_names_the_variable() -> None:
     with pytest.raises(routes.RouteError, match=r"gpuops_baseline_mib\[0\] is '4 MiB'"):
         route("node1", gpuops_baseline_mib={0: "4 MiB"})
+
+
+def test_the_names_are_those_of_the_roles_and_playbooks() -> None:
+    roles = Path(__file__).parents[2] / "roles"
+    documented = {
+        name
+        for path in roles.glob("*/meta/argument_specs.yml")
+        for name in yaml.safe_load(path.read_text())["argument_specs"]["main"].get("options", {})
+        if name.startswith("gpuops_")
+    }
+    assert documented | {"gpuops_hosts", "gpuops_plan_is_made"} == routes.NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gpuops_gpu", "did you mean gpuops_gpus"),
+        ("gpuops_scop", "did you mean gpuops_scope"),
+        ("gpuops_rung", "did you mean gpuops_rungs"),
+        ("gpuops_qqqqqqqqqqqqqqqq", "leave it out"),
+    ],
+)
+def test_a_mistyped_name_is_no_variable_that_is_not_set(name: str, hint: str) -> None:
+    with pytest.raises(routes.RouteError, match=f"no variable {name}; {hint}"):
+        route("node1", **{name: 4})
+    assert route("node1", proxmox_nodes=4, other_gpuops_gpu=4)
+
+
+@pytest.mark.parametrize("limit", ["", "ct129", "ct129,pve1", "all:!ct129", "ct*", "~ct1.*", "@f"])
+def test_limits_that_are_there_or_patterns(limit: str) -> None:
+    routes.check_limit(limit, {"ct129", "pve1", "gpu_nodes"})
+
+
+@pytest.mark.parametrize("limit", ["ct999", "ct129,ct999", "ct129:ct999", "ct129, ct999 ", "CT129"])
+def test_a_limit_that_is_not_there(limit: str) -> None:
+    with pytest.raises(routes.RouteError, match=r"no host or group .(ct999|CT129)."):
+        routes.check_limit(limit, {"ct129", "pve1", "gpu_nodes"})
+
+
+@pytest.mark.parametrize("value", [[["python3"]], False, True, [True], [None], [{"a": 1}], 1.5])
+@pytest.mark.parametrize("key", ["gpuops_protect_more", "gpuops_gpus", "gpuops_protect"])
+def test_a_list_of_anything_but_words_is_none(key: str, value: Any) -> None:
+    with pytest.raises(routes.RouteError, match=f"{key} is .*; write a list"):
+        route("node1", **{key: value})
+
+
+def test_a_range_of_gpus() -> None:
+    assert route("node1", gpuops_gpus="0-2,5")["target"]["gpus"] == ["0", "1", "2", "5"]
+    assert route("node1", gpuops_gpus=["7-7", "GPU-1-2"])["target"]["gpus"] == ["7", "GPU-1-2"]
+    with pytest.raises(routes.RouteError, match="write the smaller number first"):
+        route("node1", gpuops_gpus="3-0")
+
+
+@pytest.mark.parametrize("wait", ["nan", -5, 0, "inf", True, "soon"])
+def test_a_wait_that_never_ends_or_never_begins(wait: Any) -> None:
+    rung = {"name": "t", "select": "workloads", "signal": "TERM", "wait": wait}
+    variables = {"gpuops_ladder": [rung], "gpuops_profiles": {"p": ["t"]}, "gpuops_profile": "p"}
+    with pytest.raises(routes.RouteError, match=r"wait of the rung .t. is .* seconds above zero"):
+        routes.rungs(variables)
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        {"gpuops_rungs": "mps"},
+        {"gpuops_profiles": {"p": []}},
+        {"gpuops_ladder": []},
+        {"gpuops_ladder": None},
+    ],
+)
+def test_no_rung_at_all_is_said(different: dict[str, Any]) -> None:
+    ladder = [{"name": "mps", "select": "mps"}, {"name": "kill"}]
+    variables = {
+        "gpuops_ladder": ladder,
+        "gpuops_profiles": {"p": ["kill"]},
+        "gpuops_profile": "p",
+        **different,
+    }
+    with pytest.raises(routes.RouteError, match=r"no rung|no list of rungs"):
+        routes.rungs(variables)

@@ -801,3 +801,11 @@ def test_holders_only_forgives_not_available_and_nothing_else(value: str, word: 
 def test_the_same_gpu_asked_for_twice_is_one_gpu() -> None:
     target = verdict.Target({"name": "n", "gpus": ["0", "GPU-1"]})
     assert verdict.unreadable(target, nvidia_smi.parse_gpus(ROW.format(0), 0), 1) == ""
+
+
+def test_who_holds_a_clean_gpu_and_may_is_not_called_nobody() -> None:
+    judged = Case(twice(0, 0), protected=[monitor(9, 0), monitor(10, 1)]).judge()
+    assert judged.word == "clean"
+    assert "nobody but nv-hostengine (pid 9, lxc 130) and 1 more holds them" in judged.reason
+    elsewhere = Case(twice(0, 0), protected=[monitor(9, 1)], spec={"gpus": ["0"]}).judge()
+    assert "nobody holds them" in elsewhere.reason
