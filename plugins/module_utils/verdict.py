@@ -394,6 +394,12 @@ def restarted(holder: holders.Holder, by: str, remedy: str) -> Verdict:
     return Verdict(HELD, reason, remedy)
 
 
+def restarting(holder: holders.Holder, by: str, remedy: str) -> Verdict:
+    """What was ended is gone, but not for long."""
+    reason = "%s was ended and is about to be started again: %s" % (short(holder), by)
+    return Verdict(HELD, reason, remedy)
+
+
 def memory_sentence(gpus: list[nvidia_smi.Gpu]) -> str:
     """``GPU 1: 76115 MiB, GPU 2: 0 MiB``, cut after a few."""
     parts = [

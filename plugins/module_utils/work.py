@@ -278,7 +278,18 @@ class Work:
         turn.remember(self.actions)
         self.wait(grips, rung, watch)
         turn.remember([])
-        return dict(self.result(), before=result["gpus"])
+        judged = self.judge()
+        restarting = self.restarting(chosen) if watch and judged.word == verdict.CLEAN else None
+        result = dict(self.result(restarting or judged), before=result["gpus"])
+        return dict(result, restarting=bool(restarting))
+
+    def restarting(self, ended: list[holders.Holder]) -> verdict.Verdict | None:
+        """The verdict where one of these is gone, and about to be started again."""
+        for holder in ended:
+            by = restarts.pending(holder)
+            if by:
+                return verdict.restarting(holder, by, restarts.supervisor(holder)[1])
+        return None
 
     def plan(self, rung: dict[str, Any]) -> dict[str, Any]:
         """Whom this rung would signal, if those that the rungs before would have ended are gone."""
@@ -509,6 +520,7 @@ def bare_result(name: str, judged: verdict.Verdict) -> dict[str, Any]:
     """A result with a verdict and nothing else known yet.
 
     ``settled``: nothing left for a further rung, be it clean, hopeless, or nobody there to signal.
+    ``restarting``: clean at the moment, but what was ended is about to be started again.
     ``waiting``: it may become clean by itself; the driver is still releasing, or a server ending.
     """
     return {
@@ -526,6 +538,7 @@ def bare_result(name: str, judged: verdict.Verdict) -> dict[str, Any]:
         "actions": [],
         "plan": [],
         "refused": "",
+        "restarting": False,
         "timings": {},
         "done": 0.0,
         "problems": [],

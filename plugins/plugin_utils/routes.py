@@ -126,8 +126,10 @@ def check_limit(limit: str, known: Collection[str]) -> None:
     :param known: the hosts and groups of the inventory.
     :raises RouteError: one that is written out is not; patterns are left to Ansible.
     """
-    parts = limit.split("," if "," in limit else ":")
-    for part in (part.strip() for part in parts):
+    parts = [part.strip() for part in limit.split("," if "," in limit else ":")]
+    if limit and not any(parts):
+        raise RouteError(f"-l is '{limit}', which names nothing and means every host; name some")
+    for part in parts:
         plain = re.fullmatch(r"[^*?\[\]!&~@:]+", part)
         if plain and part not in known and part not in ("all", "localhost"):
             raise RouteError(f"there is no host or group '{part}' in the inventory; correct -l")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from typing import Any, NoReturn
 
-from .lab import FAULTS, Lab
-from .plan import LabError
+from .faults import FAULTS
+from .lab import Lab
+from .plan import BadValue, LabError
 from .smi import error_names
 from .wish import KINDS
 
@@ -34,7 +36,11 @@ def parser() -> argparse.ArgumentParser:
     def verb(name: str, text: str, **options: Any) -> argparse.ArgumentParser:
         return verbs.add_parser(name, help=text, description=text, **options)
 
-    up = verb("up", "Build the lab. When it is up with the same arguments, just answer.")
+    up = verb(
+        "up",
+        "Build the lab. When it is up with the same arguments, just answer; a lab that is up with"
+        ' others is taken down first, with all in it ("replaced": true).',
+    )
     up.add_argument(
         "--cts",
         default="129,130",
@@ -48,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="GPU i is /dev/nvidia(i+N): minor number and index differ",
+        help="GPU i is /dev/nvidia(i+N), the last ones /dev/nvidia0 and so on: minor number and"
+        " index differ",
     )
     up.add_argument(
         "--delay-ms",
@@ -136,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
     )
     hold.add_argument(
         "--restart",
-        choices=("no", "always"),
+        choices=("no", "always", "slowly"),
         default="no",
         help="of the service or podman container (default: no)",
     )
@@ -186,8 +193,13 @@ def main(arguments: list[str]) -> int:
     options = vars(parser().parse_args(arguments))
     try:
         answer = act(Lab(), options)
+    except BadValue as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 2
     except (LabError, OSError, subprocess.CalledProcessError) as error:
         print(f"lab: {error}", file=sys.stderr)
         return 1
+    # Who reads may have left: end of it without a word, as other tools do.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(json.dumps(answer, indent=2))
     return 0

@@ -62,8 +62,10 @@ StartLimitIntervalSec=0
 {environment}
 ExecStart=@{program} {command}
 Restart={restart}
-RestartSec=200ms
+RestartSec={after}
 """
+# How soon systemd starts it again, by what --restart says.
+RESTART_AFTER = {"no": "200ms", "always": "200ms", "slowly": "5s"}
 
 
 def hidden() -> list[str]:
@@ -122,7 +124,8 @@ def service(
         environment="\n".join(lines),
         program=program,
         command=" ".join(quote(word) for word in command),
-        restart=restart,
+        restart="no" if restart == "no" else "always",
+        after=RESTART_AFTER[restart],
     )
 
 

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from .plan import Host, LabError, parse_gpus
+from .plan import BadValue, Host, parse_gpus
 
 KINDS = (
     "plain",
@@ -23,6 +23,7 @@ KINDS = (
 )
 SERVER_MIB = 76115
 MPS_MIB = 66  # what nvidia-cuda-mps-server keeps for itself, measured
+FOR_EVER = -1
 TITLES = {"orphan": "sglang::scheduler_TP0", "mps": "nvidia-cuda-mps-server"}
 
 
@@ -30,7 +31,7 @@ def slurm_place(text: str) -> str:
     """'6' or '6.batch' or '6.0': the cgroup v2 in which Slurm puts that step's first task."""
     match = re.fullmatch(r"(\d{1,9})(?:\.(batch|extern|interactive|\d{1,9}))?", text)
     if not match:
-        raise LabError(f"--slurm: cannot read {text!r}; write 6, 6.batch or 6.0")
+        raise BadValue(f"--slurm: cannot read {text!r}; write 6, 6.batch or 6.0")
     return f"system.slice/slurmstepd.scope/job_{match[1]}/step_{match[2] or 'batch'}/user/task_0"
 
 
@@ -52,7 +53,7 @@ def slurm_environment(text: str, gpus: list[int]) -> dict[str, str]:
 def pod_place(uid: str, holder: str) -> str:
     """The cgroup v2 in which a kubelet with systemd and cri-containerd puts a pod's container."""
     if not re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", uid):
-        raise LabError(f"--pod: {uid!r} is no UID of a pod")
+        raise BadValue(f"--pod: {uid!r} is no UID of a pod")
     pod = f"kubepods-burstable-pod{uid.replace('-', '_')}.slice"
     container = hashlib.sha256(holder.encode()).hexdigest()
     return f"kubepods.slice/kubepods-burstable.slice/{pod}/cri-containerd-{container}.scope"
@@ -69,7 +70,7 @@ class Wish:
     name: str | None = None
     user: str | None = None
     ignore_term: bool = False
-    respawn: int = 0  # a supervisor starts the holder again that many times, -1 for ever
+    respawn: int = 0  # a supervisor starts the holder again that many times, or FOR_EVER
     busy: bool = False
     cgroup: str | None = None  # below the host's or container's own root; with / the Proxmox host's
     slurm: str | None = None  # JOB or JOB.STEP: in a cgroup as Slurm's
@@ -77,44 +78,67 @@ class Wish:
     unit: str | None = None  # it is that systemd service of the host
     user_session: str | None = None  # the service (default: vllm) is of that user's own systemd
     podman: str | None = None  # it is process 1 of that podman container in the host
-    restart: str = "no"  # of the service or the podman container: no or always
+    restart: str = "no"  # of the service or the podman container: no, always, or (service) slowly
     mps_client: bool = False  # it computes through the MPS server of the host
 
     def check(self, count: int) -> None:
-        """Refuse what does not go together."""
+        """Refuse what cannot be and what does not go together."""
+        self.check_values(count)
         if self.kind not in KINDS:
-            raise LabError(f"no kind {self.kind!r}; there are: {', '.join(KINDS)}")
+            raise BadValue(f"no kind {self.kind!r}; there are: {', '.join(KINDS)}")
         if self.respawn and self.kind not in ("plain", "open-only", "mapped-only"):
-            raise LabError(f"--respawn does not go with --kind {self.kind}")
+            raise BadValue(f"--respawn does not go with --kind {self.kind}")
         if self.kind == "mps" and (self.mps_client or count > 1):
-            raise LabError("--kind mps: one a host, and it is no client")
+            raise BadValue("--kind mps: one a host, and it is no client")
         places = [self.cgroup, self.slurm, self.pod, self.service() or None, self.podman]
         if sum(place is not None for place in places) > 1:
-            raise LabError("only one of --cgroup, --slurm, --pod, --unit, --podman")
-        if self.restart not in ("no", "always"):
-            raise LabError("--restart: no or always")
+            raise BadValue("only one of --cgroup, --slurm, --pod, --unit, --podman")
+        if self.restart not in ("no", "always", "slowly") or (
+            self.podman and self.restart == "slowly"
+        ):
+            raise BadValue("--restart: no or always; of a service also slowly")
         if self.user_session and self.user:
-            raise LabError("--user-session says who the user is; no --user")
+            raise BadValue("--user-session says who the user is; no --user")
         if not (self.service() or self.podman):
             if self.restart != "no":
-                raise LabError("--restart goes with --unit or --podman")
+                raise BadValue("--restart goes with --unit or --podman")
             self.place("")
             return
         self.check_managed(count)
+
+    def check_values(self, count: int) -> None:
+        """Refuse what an option cannot be by itself."""
+        for option, value in vars(self).items():
+            if value == "":
+                raise BadValue(f"--{option.replace('_', '-')}: empty")
+        if count < 1:
+            raise BadValue(f"--count {count}: 1 or more")
+        if self.mib is not None and self.mib < 0:
+            raise BadValue(f"--mib {self.mib}: 0 or more")
+        if self.respawn < FOR_EVER:
+            raise BadValue(f"--respawn {self.respawn}: 0 or more, or no number: for ever")
+        if self.name and not self.name.isprintable():
+            raise BadValue(f"--name {self.name!r}: it cannot be printed")
+        # These make a program of that name in /usr/local/bin.
+        if "/" in (self.name or "") and (self.respawn or self.podman):
+            raise BadValue(f"--name {self.name}: without / where --respawn or --podman is")
+        for user in (self.user, self.user_session):
+            if user and not re.fullmatch(r"[a-z_][a-z0-9_-]{0,31}", user):
+                raise BadValue(f"{user!r} cannot be the name of a user")
 
     def check_managed(self, count: int) -> None:
         """Refuse what a systemd service or a podman container cannot be."""
         name = self.service() or self.podman or ""
         if count > 1 or self.kind == "orphan" or self.respawn:
-            raise LabError("--unit and --podman: not with --count, --respawn, --kind orphan")
+            raise BadValue("--unit and --podman: not with --count, --respawn, --kind orphan")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9@_.-]{0,200}", name):
-            raise LabError(f"{name!r} cannot be the name of a service or container")
+            raise BadValue(f"{name!r} cannot be the name of a service or container")
         if self.service() and name.endswith(".service"):
-            raise LabError(f"--unit {name}: write the name without .service")
+            raise BadValue(f"--unit {name}: write the name without .service")
         if self.user_session and self.kind == "mps":
-            raise LabError("--kind mps does not go with --user-session")
+            raise BadValue("--kind mps does not go with --user-session")
         if self.podman and self.kind in ("unkillable", "zombie-parent", "mps"):
-            raise LabError(f"--podman does not go with --kind {self.kind}")
+            raise BadValue(f"--podman does not go with --kind {self.kind}")
 
     def service(self) -> str:
         """The name of the systemd service that it is, if it is one."""

@@ -465,6 +465,12 @@ def test_a_limit_that_is_not_there(limit: str) -> None:
         routes.check_limit(limit, {"ct129", "pve1", "gpu_nodes"})
 
 
+@pytest.mark.parametrize("limit", [",", ":", " , ,"])
+def test_a_limit_that_means_every_host(limit: str) -> None:
+    with pytest.raises(routes.RouteError, match="means every host"):
+        routes.check_limit(limit, {"ct129"})
+
+
 @pytest.mark.parametrize("value", [[["python3"]], False, True, [True], [None], [{"a": 1}], 1.5])
 @pytest.mark.parametrize("key", ["gpuops_protect_more", "gpuops_gpus", "gpuops_protect"])
 def test_a_list_of_anything_but_words_is_none(key: str, value: Any) -> None:
