@@ -41,6 +41,8 @@ class Node:
         self.minors = nvidia_smi.minors_from_proc()
         self.session = nvidia_smi.Session("the node", [], smi_timeout, stuck)
         self._apps_readable = True
+        # (minor number, PID) of whom the driver lists and the last look did not find.
+        self.ghosts: list[tuple[int | None, int]] = []
         self._lock = threading.Lock()
         self._scan: holders.Scan | None = None
         self._commands: dict[tuple[int, int, str], str] = {}
@@ -86,21 +88,30 @@ class Node:
         if problems:
             self.do_without_list(problems[0])
             return True
-        complete = True
+        self.ghosts = []
         for app in apps:
             holder = found.holders.get(app.pid)
             minor = self.minors.get(app.gpu_uuid)
             if holder is None:
-                complete = False
+                self.ghosts.append((minor, app.pid))
             elif minor is not None:
                 holder.evidence.setdefault("gpu%d" % minor, set()).add("driver list")
                 holder.used_mib[minor] = app.used_mib
-        return complete
+        return not self.ghosts
 
     def do_without_list(self, why: str) -> None:
         """Ask for the driver's list of processes no more."""
         self._apps_readable = False
         self.problems.append("the driver's list of processes: %s" % why)
+
+    def unlisted(self, minors: set[int | None]) -> str:
+        """What the driver's list says of these GPUs that no process bears out, or ``""``."""
+        if not self._apps_readable:
+            return self.problems[-1]
+        for minor, pid in self.ghosts:
+            if minor is None or minor in minors or None in minors:
+                return "the driver lists process %d, which is not there" % pid
+        return ""
 
     def identify(self, holder: holders.Holder) -> bool:
         """Find out who this is, and whose; False if it is gone."""

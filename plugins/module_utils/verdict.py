@@ -444,6 +444,7 @@ REMEDIES = (
     ("is stuck in the driver", "the node needs a reboot; nothing was read or signalled"),
     ("did not answer", "see whether nvidia-smi hangs there by hand; if so the node needs a reboot"),
     ("is not listed", "name GPUs in gpuops_gpus as nvidia-smi -L does there"),
+    ("which is not there", "reset the GPU or reboot the node"),
     ("are expected", "see whether a GPU was lost (dmesg), or correct gpuops_expected_gpus"),
     ("version mismatch", "install the user-space tools of the version of the loaded driver"),
     ("blocked by the operating", "restart the container: it has lost access to its GPUs"),

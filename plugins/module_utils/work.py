@@ -191,6 +191,11 @@ class Work:
     def judge(self) -> verdict.Verdict:
         """The verdict on what was read and seen last; who keeps coming back is named."""
         judged = verdict.judge(self.target, self.readings, self.view, self.nodes)
+        # Where it tells no memory, the list is all that it says of what is in use.
+        if judged.word == verdict.CLEAN and self.target.holders_only:
+            problem = self.node.unlisted({gpu.minor for gpu in self.wanted()})
+            if problem:
+                return verdict.Verdict(verdict.UNKNOWN, problem, verdict.remedy_for(problem))
         returned = self.returned(1)
         if judged.word == verdict.HELD and returned:
             return verdict.restarted(returned[0], *restarts.supervisor(returned[0]))
