@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from . import container as lxc
-from . import linux, node, smi, stuck
+from . import faults, linux, node, stuck
 from . import podman as podman_files
 from . import systemd as init_systemd
 from .plan import (
     PREFIX,
     STATE_ROOT,
+    BadValue,
     Container,
     Host,
     LabError,
@@ -39,21 +40,6 @@ from .wish import Wish
 # There when a lab had to make ~/.ssh, as a place to mount its own on; the last lab removes it.
 MADE_SSH = STATE_ROOT / ".made-ssh-directory"
 REPOSITORY = Path(__file__).parents[2]
-FAULTS = {
-    "slow-release": "MS: memory is freed that long after the holder's death",
-    "stuck": "MIB: memory in use that nobody holds",
-    "busy": "utilisation reads 100 with nobody there (latched)",
-    "ghost": "'PID MIB': the driver lists a process that does not exist",
-    "smi-hang": "nvidia-smi never answers; SIGKILL ends it",
-    "smi-hang-d": "nvidia-smi never answers and sits in state D; SIGKILL does not end it",
-    "smi-slow": "MS: nvidia-smi takes that long",
-    "smi-error": "NAME: nvidia-smi fails with that text and exit code",
-    "smi-missing": "there is no nvidia-smi",
-    "value": "'FIELD TEXT': that field reads TEXT, e.g. 'memory.used [N/A]'",
-    "gpu-lost": "this GPU (HOST:GPU) has fallen off the bus",
-    "wrong-count": "N: only the first N GPUs are there",
-}
-NEEDS_VALUE = ("slow-release", "stuck", "ghost", "smi-slow", "smi-error", "value", "wrong-count")
 MODEL_COMMAND = (
     "-m",
     "sglang.launch_server",
@@ -790,7 +776,7 @@ class Lab:
         """Where a holder runs: below the container's or host's root, or with a leading / below
         the Proxmox host's root, which for a container is an escape from its cgroup."""
         if wanted and ".." in wanted.split("/"):
-            raise LabError(f"--cgroup {wanted}: no .. in it")
+            raise BadValue(f"--cgroup {wanted}: no .. in it")
         root = self.paths.host_cgroup(self.plan().host(host).name)
         container = self.plan().container(host)
         if container and not (wanted or "").startswith("/"):
@@ -860,7 +846,7 @@ class Lab:
                 self.drop_one(host.name, id)
             dropped += wanted
         if not dropped and which != "all" and which not in places:
-            raise LabError(f"no holder, host or container {which}")
+            raise BadValue(f"no holder, host or container {which}")
         return {"dropped": dropped}
 
     def drop_one(self, host: str, id: str) -> None:
@@ -895,16 +881,7 @@ class Lab:
         """Break something on HOST or HOST:GPU."""
         host, _, gpu = target.partition(":")
         where = self.plan().host(host)
-        if kind not in FAULTS:
-            raise LabError(f"no fault {kind!r}; there are: {', '.join(FAULTS)}")
-        if kind in NEEDS_VALUE and not value:
-            raise LabError(f"{kind} needs a value ({FAULTS[kind]})")
-        if kind == "gpu-lost" and not gpu:
-            raise LabError("gpu-lost needs HOST:GPU")
-        if gpu and not (gpu.isdigit() and int(gpu) < len(where.gpus)):
-            raise LabError(f"no GPU {gpu} on {host}")
-        if kind == "smi-error" and value not in smi.error_names():
-            raise LabError(f"no error {value!r}; there are: {', '.join(smi.error_names())}")
+        value = faults.check(where, gpu, kind, value)
         if kind == "smi-missing":
             self.hide_smi(host, hide=True)
         scope = where.name if kind in ("slow-release", "stuck", "busy", "ghost") else host
@@ -972,7 +949,7 @@ class Lab:
         """The container of that name."""
         container = self.plan().container(name)
         if container is None:
-            raise LabError(f"no container {name} in this lab")
+            raise BadValue(f"no container {name} in this lab")
         return container
 
     def ssh_cgroup(self, name: str) -> Path:

@@ -17,6 +17,10 @@ class LabError(Exception):
     """Something the user of the lab asked for cannot be done; the text is one line."""
 
 
+class BadValue(LabError):
+    """What was typed cannot be meant; the command line ends with 2, as for its own errors."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One simulated GPU of a host."""
@@ -72,7 +76,7 @@ class Plan:
         for host in self.hosts:
             if name == host.name or any(name == c.name for c in host.containers):
                 return host
-        raise LabError(f"no host {name} in this lab")
+        raise BadValue(f"no host {name} in this lab")
 
     def container(self, name: str) -> Container | None:
         """The container of that name, or None when it names a host."""
@@ -101,7 +105,7 @@ class Plan:
 def check_name(name: str) -> str:
     """Refuse lab names that cannot be a file, a cgroup and a device name at once."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,40}", name):
-        raise LabError(f"GPUOPS_LAB={name!r}: use letters, digits, - and _ only")
+        raise BadValue(f"GPUOPS_LAB={name!r}: use letters, digits, - and _ only")
     return name
 
 
@@ -110,7 +114,7 @@ def parse_systemd(text: str) -> tuple[str, set[int]]:
     words = [word.strip() for word in text.split(",")]
     nodes = {int(word[4:]) for word in words if re.fullmatch(r"node[1-9]\d{0,2}", word)}
     if nodes and max(nodes) > 200:
-        raise LabError("--systemd: bare nodes are node1 to node200")
+        raise BadValue("--systemd: bare nodes are node1 to node200")
     others = [word for word in words if not re.fullmatch(r"node[1-9]\d{0,2}", word)]
     return ",".join(others), nodes
 
@@ -123,13 +127,13 @@ def parse_cts(text: str) -> list[tuple[int, str]]:
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?(?:@(pve[1-9]\d?))?\s*", word)
         if not match:
-            raise LabError(f"--cts: cannot read {word!r}; write 129, 129-168 or 231@pve2")
+            raise BadValue(f"--cts: cannot read {word!r}; write 129, 129-168 or 231@pve2")
         first, last = int(match[1]), int(match[2] or match[1])
         if not 100 <= first <= last <= 65535:
-            raise LabError(f"--cts: {word!r}: container numbers run from 100 to 65535")
+            raise BadValue(f"--cts: {word!r}: container numbers run from 100 to 65535")
         result += [(vmid, match[3] or "pve1") for vmid in range(first, last + 1)]
     if len(set(result)) != len(result):
-        raise LabError("--cts: the same container twice")
+        raise BadValue("--cts: the same container twice")
     return result
 
 
@@ -141,10 +145,10 @@ def parse_gpus(text: str, count: int) -> list[int]:
     for word in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
         if not match:
-            raise LabError(f"--gpus: cannot read {word!r}; write 0-3,7 or all")
+            raise BadValue(f"--gpus: cannot read {word!r}; write 0-3,7 or all")
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     if not found or max(found) >= count:
-        raise LabError(f"--gpus {text}: this lab has GPUs 0 to {count - 1}")
+        raise BadValue(f"--gpus {text}: this lab has GPUs 0 to {count - 1}")
     return sorted(found)
 
 
@@ -186,13 +190,17 @@ def make_plan(
 ) -> Plan:
     """Turn the arguments of `up` into a plan."""
     if not 1 <= gpus <= 128:
-        raise LabError("--gpus: 1 to 128 GPUs")
+        raise BadValue("--gpus: 1 to 128 GPUs")
     if not 0 <= nodes <= 200:
-        raise LabError("--nodes: 0 to 200 bare nodes")
+        raise BadValue("--nodes: 0 to 200 bare nodes")
+    if not 0 <= minor_shift < gpus:
+        raise BadValue(f"--minor-shift: 0 to {gpus - 1} with --gpus {gpus}")
+    if delay_ms < 0:
+        raise BadValue("--delay-ms: 0 or more")
     wanted = parse_cts(cts)
     own = {pair for pair in parse_cts(own_nodes)}
     if own - set(wanted):
-        raise LabError("--own-nodes: names a container that --cts does not")
+        raise BadValue("--own-nodes: names a container that --cts does not")
     systemd_cts, systemd_nodes = parse_systemd(systemd)
     with_systemd, mapped = parse_cts(systemd_cts), parse_cts(unprivileged)
     wanted += [pair for pair in dict.fromkeys(with_systemd + mapped) if pair not in wanted]

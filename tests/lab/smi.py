@@ -228,6 +228,14 @@ def process_field(name: str, process: ProcessView, gpu: GpuView, view: View) -> 
 
 
 def with_unit(name: str, value: str, units: bool) -> str:
+def field_name(name: str) -> str | None:
+    """The first name of a field with a value of a GPU; None: there is no such field."""
+    known = {**ALIASES, "used_memory": "used_gpu_memory"}.get(name, name)
+    gpu = GpuView(0, 0, "", "00000000:00:00.0", "")
+    found = known == "used_gpu_memory" or gpu_field(known, gpu, View([], [])) is not None
+    return known if found else None
+
+
     """'0' -> '0 MiB' where the field has a unit and the value is a number."""
     if units and name in UNITS and re.fullmatch(r"[\d.]+", value):
         return f"{value} {UNITS[name]}"

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, LabError
-from tests.lab.lab import REPOSITORY
+from tests.lab.cli import main
+from tests.lab.lab import REPOSITORY, listening
 from tests.lab.linux import process_state
 from tests.lab.look import (
     APPS,
@@ -51,8 +52,9 @@ def the_lab() -> Iterator[Lab]:
 
 
 @pytest.fixture
-def lab(the_lab: Lab) -> Iterator[Lab]:
-    """The lab, without holders and faults before and after."""
+def lab(the_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    """The lab, without holders and faults before and after; the command line means it too."""
+    monkeypatch.setenv("GPUOPS_LAB", NAME)
     yield the_lab
     the_lab.heal()
     the_lab.drop()
@@ -340,6 +342,9 @@ def test_hang_that_cannot_be_killed(lab: Lab) -> None:
     command += "ps -o stat= -p $!"
     assert sh(lab, "ct129", command).startswith("D")
     lab.heal()
+    assert main(["fault", "pve1", "value", "[N/A]"]) == 0
+    assert sh(lab, "ct130", USED).split() == ["[N/A]"] * 8
+    lab.heal()
     until(lambda: not sh(lab, "ct129", "pgrep nvidia-smi"))
     assert len(used(lab, "ct129")) == 8
 
@@ -394,6 +399,41 @@ def test_two_hosts_own_nodes_and_shifted_minors() -> None:
 
 def test_down_leaves_nothing_with_every_kind_alive() -> None:
     name = f"{NAME}-c"
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hold node1 --count 0",
+        "hold --mib -5 node1",
+        "hold node1 --respawn -3",
+        "hold node1 --name=",
+        "hold node1 --gpus 8",
+        "hold nowhere",
+        "fault pve1 stuck abc",
+        "fault pve1 stuck -5",
+        "fault pve1 wrong-count -1",
+        "fault pve1 wrong-count 99",
+        "fault pve1 slow-release -5",
+        "fault pve1 value bogus.field xx",
+        "fault pve1 ghost abc",
+        "fault pve1:8 busy",
+        "up --delay-ms -5",
+        "up --minor-shift -3",
+        "up --minor-shift 250",
+        "drop nothing",
+        "stop ct999",
+    ],
+)
+def test_bad_values_end_with_2_and_one_line(
+    lab: Lab, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = lab.status()
+    assert main(line.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("lab: ") and said.err.count("\n") == 1
+    assert lab.status() == before
+
+
     lab = Lab(name)
     lab.up(cts="129", nodes=1)
     for host in ("ct129", "node1"):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.lab.plan import (
+    BadValue,
     LabError,
     Plan,
     check_name,
@@ -86,6 +87,23 @@ def test_minor_shift() -> None:
 def test_plan_survives_json() -> None:
     plan = make_plan(cts="129,231@pve2", own_nodes="129", minor_shift=2)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay_ms": -5},
+        {"minor_shift": -3},
+        {"minor_shift": 8},
+        {"minor_shift": 250},
+        {"gpus": 4, "minor_shift": 4},
+        {"gpus": 0},
+        {"nodes": -1},
+    ],
+)
+def test_numbers_that_cannot_be(options: dict[str, int]) -> None:
+    with pytest.raises(BadValue):
+        make_plan(**options)  # type: ignore[arg-type]
 
 
 def test_own_nodes_must_exist() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.plan import Host, LabError, make_gpus
+from tests.lab.plan import BadValue, Host, LabError, make_gpus
 from tests.lab.systemd import quote, service
 from tests.lab.wish import Wish, pod_place, slurm_environment, slurm_place
 
@@ -71,11 +71,35 @@ def test_defaults() -> None:
         {"podman": "a", "kind": "unkillable"},
         {"restart": "always"},
         {"unit": "a", "restart": "sometimes"},
+        {"mib": -5},
+        {"respawn": -3},
+        {"name": ""},
+        {"name": "a\nb"},
+        {"name": "../x", "respawn": 1},
+        {"name": "/x", "podman": "a"},
+        {"user": ""},
+        {"user": "a:b"},
+        {"user_session": "../a"},
+        {"cgroup": ""},
+        {"opens": ""},
     ],
 )
 def test_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(LabError):
+    with pytest.raises(BadValue):
         Wish(**options).check(1)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_count_of_holders_that_cannot_be(count: int) -> None:
+    with pytest.raises(BadValue):
+        Wish().check(count)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mib": 0}, {"respawn": -1}, {"name": "/opt/x/python3"}, {"user": "www-data"}]
+)
+def test_accepted(options: dict[str, Any]) -> None:
+    Wish(**options).check(1)
 
 
 def test_unit_file_says_what_was_meant() -> None:
