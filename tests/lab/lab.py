@@ -69,6 +69,10 @@ exec nsenter --net={state}/netns unshare --mount sh -c '
 """
 
 
+class DriverGone(LabError):
+    """The simulated driver of a host was killed, or does not answer."""
+
+
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     """Poll a cheap condition; its value when it is true, LabError when it never is."""
     deadline = time.monotonic() + seconds
@@ -528,7 +532,7 @@ class Lab:
         """Whether the host's driver answers."""
         try:
             self.ask(host.name, {"op": "status"})
-        except (OSError, ValueError):
+        except DriverGone:
             return False
         return True
 
@@ -575,17 +579,26 @@ class Lab:
 
     def ask(self, host: str, request: dict[str, Any]) -> dict[str, Any]:
         """One request to a host's driver."""
-        with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(10)
-            client.connect(str(self.paths.admin(host)))
-            client.sendall(json.dumps(request).encode() + b"\n")
-            answer = b""
-            while part := client.recv(1 << 20):
-                answer += part
-        data: dict[str, Any] = json.loads(answer)
+        try:
+            answer = self.exchange(self.paths.admin(host), json.dumps(request).encode() + b"\n")
+            data: dict[str, Any] = json.loads(answer)
+        except (OSError, ValueError) as error:
+            reason = f"the driver of {host} is gone ({error})"
+            raise DriverGone(f"{reason}; run: python -m tests.lab down") from None
         if "error" in data:
             raise LabError(data["error"])
         return data
+
+    def exchange(self, path: Path, request: bytes) -> bytes:
+        """What whoever listens at `path` answers to a request."""
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(10)
+            client.connect(str(path))
+            client.sendall(request)
+            answer = b""
+            while part := client.recv(1 << 20):
+                answer += part
+        return answer
 
     def summary(self, plan: Plan, started: float, already: bool) -> dict[str, Any]:
         """What `up` answers."""
@@ -620,7 +633,7 @@ class Lab:
             }
             try:
                 entry["driver"] = self.ask(host.name, {"op": "status"})
-            except OSError:
+            except DriverGone:
                 entry["driver"] = None  # it was killed
             hosts[host.name] = entry
         return {"lab": self.name, "inventory": str(self.paths.inventory), "hosts": hosts}
@@ -641,6 +654,7 @@ class Lab:
             raise LabError("there is no podman to install (see tests/lab/packages.txt)")
         where = self.plan().host(host)
         init = self.running_init(host)
+        self.ask(where.name, {"op": "status"})  # nobody can hold anything without a driver
         started: list[Callable[[], dict[str, Any]]] = []
         for _ in range(count):
             spec = wish.spec(host, where)

@@ -481,6 +481,15 @@ def test_up_cleans_what_a_crash_left() -> None:
         os.kill(lab.init("node1"), signal.SIGKILL)
         until(lambda: not lab.init("node1"))
         assert not lab.up(cts="none", nodes=1)["already_up"]
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: lab.hold("node1"),
+        lambda: lab.fault("pve1", "busy"),
+        lab.drop,
+    )
+    for call in calls:
+        with pytest.raises(LabError, match=r"driver of .* is gone .*; run: .* down"):
+            call()
+    assert lab.status()["hosts"]["node1"]["driver"] is None
         assert len(used(lab, "node1")) == 8
     finally:
         lab.down()
