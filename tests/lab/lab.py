@@ -284,7 +284,7 @@ class Lab:
         systemd: str = "none",
         unprivileged: str = "none",
     ) -> dict[str, Any]:
-        """Build the lab; when it is up already with the same arguments, just answer."""
+        """Build the lab, in place of one with other arguments; with the same, just answer."""
         started = time.monotonic()
         plan = make_plan(cts, nodes, gpus, minor_shift, delay_ms, own_nodes, systemd, unprivileged)
         missing = node.which_missing()
@@ -295,14 +295,14 @@ class Lab:
         with self.locked():
             current = self.current_plan()
             if current and current.arguments == plan.arguments and self.healthy(current):
-                return self.summary(plan, started, already=True)
+                return self.summary(plan, started, already=True, replaced=False)
             self.clean()
             try:
                 self.build(plan)
             except BaseException:
                 self.clean()
                 raise
-            return self.summary(plan, started, already=False)
+            return self.summary(plan, started, already=False, replaced=current is not None)
 
     def down(self) -> dict[str, Any]:
         """Take everything of this lab away, also what a crash left."""
@@ -600,7 +600,7 @@ class Lab:
                 answer += part
         return answer
 
-    def summary(self, plan: Plan, started: float, already: bool) -> dict[str, Any]:
+    def summary(self, plan: Plan, started: float, already: bool, replaced: bool) -> dict[str, Any]:
         """What `up` answers."""
         return {
             "lab": self.name,
@@ -613,6 +613,7 @@ class Lab:
         }
 
     def status(self) -> dict[str, Any]:
+            "replaced": replaced,
         """Hosts, containers, holders, faults, and the memory as the driver has it."""
         plan = self.plan()
         hosts = {}

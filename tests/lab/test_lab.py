@@ -493,3 +493,16 @@ def test_up_cleans_what_a_crash_left() -> None:
         assert len(used(lab, "node1")) == 8
     finally:
         lab.down()
+
+
+def test_up_says_when_it_replaces_another_lab() -> None:
+    lab = Lab(f"{NAME}-g")
+    try:
+        answers = [lab.up(cts="none", nodes=nodes) for nodes in (1, 1, 2)]
+        assert [(each["already_up"], each["replaced"]) for each in answers] == [
+            (False, False),
+            (True, False),
+            (False, True),
+        ]
+    finally:
+        lab.down()
