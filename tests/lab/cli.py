@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
+import os
 import subprocess
 import sys
 from typing import Any, NoReturn
@@ -188,6 +188,17 @@ def act(lab: Lab, options: dict[str, Any]) -> Any:
     return getattr(lab, verb)(**options)
 
 
+def say(text: str) -> int:
+    """Print an answer; the exit code, of 141 as a shell has it when the reader has left."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is still in the buffer would be written, and complained about, at the very end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     """Entry of the command line."""
     options = vars(parser().parse_args(arguments))
@@ -199,7 +210,4 @@ def main(arguments: list[str]) -> int:
     except (LabError, OSError, subprocess.CalledProcessError) as error:
         print(f"lab: {error}", file=sys.stderr)
         return 1
-    # Who reads may have left: end of it without a word, as other tools do.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    print(json.dumps(answer, indent=2))
-    return 0
+    return say(json.dumps(answer, indent=2))

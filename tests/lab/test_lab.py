@@ -77,6 +77,15 @@ def test_run_passes_input_output_and_exit_code(lab: Lab) -> None:
     assert "ct129-ssh" in inventory.stdout
 
 
+def test_a_reader_that_leaves_is_no_error_to_speak_of(lab: Lab) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    argv = [sys.executable, "-m", "tests.lab", "status"]
+    result = subprocess.run(argv, cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
 def test_up_again_only_answers(lab: Lab) -> None:
     assert lab.up()["already_up"]
 
