@@ -1002,12 +1002,11 @@ class Lab:
         """Make a host reachable again."""
         self.set_link(name, "up")
         init = self.running_init(name)
-        pid_file = Path(f"/proc/{init}/root/run/sshd.pid")
-        if not pid_file.exists():
+        if not listening(init):
             argv = ["systemctl", "start", "ssh"] if self.has_systemd(name) else ["/usr/sbin/sshd"]
             cgroup = self.entry_cgroup(name)
             in_host(init, cgroup, lambda: subprocess.run(argv, check=False).returncode)
-            wait_until(pid_file.exists, 5, f"sshd on {name}")
+            wait_until(lambda: listening(init), 5, f"sshd on {name}")
         return {"mended": name}
 
     def set_link(self, name: str, state: str) -> None:

@@ -136,6 +136,21 @@ def test_cut_and_mend(lab: Lab) -> None:
     assert lab.run(["ssh", "node1", "true"]).returncode == 0
 
 
+def test_sshd_is_ready_when_it_has_its_title_and_not_before(lab: Lab) -> None:
+    init = lab.init("node1")
+    pid_file = Path(f"/proc/{init}/root/run/sshd.pid")
+    assert listening(init)
+    lab.cut("node1")
+    assert not listening(init)
+    pid_file.write_text("")  # sshd has opened it, and not yet written to it
+    assert not listening(init)
+    pid_file.write_text("1\n")  # there, but of another title
+    assert not listening(init)
+    lab.mend("node1")
+    title = sh(lab, "node1", "cat /proc/$(cat /run/sshd.pid)/cmdline")
+    assert title.startswith("sshd: ") and "[listener]" in title
+
+
 # --- holders: one test per row of the facts ---
 
 
