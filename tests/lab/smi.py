@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 CAPTURES = Path(__file__).parent / "captures"
 DRIVER = "580.159.04"
@@ -227,7 +228,6 @@ def process_field(name: str, process: ProcessView, gpu: GpuView, view: View) -> 
     return values.get(name)
 
 
-def with_unit(name: str, value: str, units: bool) -> str:
 def field_name(name: str) -> str | None:
     """The first name of a field with a value of a GPU; None: there is no such field."""
     known = {**ALIASES, "used_memory": "used_gpu_memory"}.get(name, name)
@@ -236,6 +236,7 @@ def field_name(name: str) -> str | None:
     return known if found else None
 
 
+def with_unit(name: str, value: str, units: bool) -> str:
     """'0' -> '0 MiB' where the field has a unit and the value is a number."""
     if units and name in UNITS and re.fullmatch(r"[\d.]+", value):
         return f"{value} {UNITS[name]}"
@@ -267,9 +268,19 @@ class Request:
     fields: list[str] = field(default_factory=list)
     format: list[str] = field(default_factory=list)
     loop_ms: int = 0
+    xml: bool = False
 
 
-SWITCHES = {"-L": "list", "--list-gpus": "list", "-q": "q", "--query": "q", "pmon": "pmon"}
+SWITCHES = {
+    "-L": "list",
+    "--list-gpus": "list",
+    "-q": "q",
+    "--query": "q",
+    "pmon": "pmon",
+    "--help-query-gpu": "help_gpu",
+    "--help-query-compute-apps": "help_apps",
+}
+HELPS = ("help_gpu", "help_apps")
 QUERIES = {
     "--query-gpu": "gpu",
     "--query-compute-apps": "apps",
@@ -297,6 +308,8 @@ def understand(arguments: list[str]) -> Request:
 
         if word in SWITCHES:
             request.mode = SWITCHES[word]
+        elif word in ("-x", "--xml-format") and ("-q" in arguments or "--query" in arguments):
+            request.xml = True
         elif name in QUERIES and equals:
             request.mode, request.fields = QUERIES[name], [f.strip() for f in value.split(",")]
         elif name in ("-i", "--id"):
@@ -468,10 +481,15 @@ def q_processes(view: View, gpu: GpuView) -> str:
     return text
 
 
+def memory_texts(gpu: GpuView) -> tuple[str, str]:
+    """What -q says of a GPU's used and free memory."""
+    used = gpu.values.get("memory.used", f"{gpu.used} MiB")
+    return used, gpu.values.get("memory.free", f"{max(0, FREE_WHEN_EMPTY - gpu.used)} MiB")
+
+
 def q_block(block: str, view: View, gpu: GpuView) -> str:
     """One GPU of -q: the captured text with this GPU's values."""
-    used = gpu.values.get("memory.used", f"{gpu.used} MiB")
-    free = gpu.values.get("memory.free", f"{max(0, FREE_WHEN_EMPTY - gpu.used)} MiB")
+    used, free = memory_texts(gpu)
     memory = re.compile(r"(FB Memory Usage\n(?:.*\n){2}        Used +: ).*(\n        Free +: ).*")
     block = memory.sub(lambda m: f"{m[1]}{used}{m[2]}{free}", block)
     block = block.replace("00000000:00:06.0", gpu.bus_id)
@@ -501,6 +519,65 @@ def q_log(view: View, gpus: list[GpuView]) -> str:
     return lost + head + "\n".join(blocks) + tail
 
 
+def xml_with(text: str, values: dict[str, str]) -> str:
+    """XML with other texts in the first elements of these names."""
+    for tag, value in values.items():
+        before, opening, after = text.partition(f"<{tag}>")
+        text = before + opening + escape(value) + after[after.index("<") :]
+    return text
+
+
+def xml_processes(view: View, gpu: GpuView) -> str:
+    """The processes element of -q -x."""
+    text = "\t\t<processes>\n"
+    for process in view.processes:
+        if process.gpu == gpu.index:
+            text += (
+                "\t\t\t<process_info>\n"
+                "\t\t\t\t<gpu_instance_id>N/A</gpu_instance_id>\n"
+                "\t\t\t\t<compute_instance_id>N/A</compute_instance_id>\n"
+                f"\t\t\t\t<pid>{process.pid}</pid>\n"
+                "\t\t\t\t<type>C</type>\n"
+                f"\t\t\t\t<process_name>{escape(process.name)}</process_name>\n"
+                f"\t\t\t\t<used_memory>{process.used} MiB</used_memory>\n"
+                "\t\t\t</process_info>\n"
+            )
+    return text + "\t\t</processes>\n"
+
+
+def xml_block(block: str, view: View, gpu: GpuView) -> str:
+    """One GPU of -q -x: the captured text with this GPU's values."""
+    used, free = memory_texts(gpu)
+    values = {
+        "serial": gpu.serial,
+        "uuid": gpu.uuid,
+        "minor_number": str(gpu.minor),
+        "pci_bus": gpu.bus_id[9:11],
+        "pci_device": gpu.bus_id[12:14],
+        "pci_domain": gpu.bus_id[4:8],
+        "pci_bus_id": gpu.bus_id,
+        "used": used,
+        "free": free,
+        "gpu_util": f"{gpu.utilization} %",
+    }
+    if gpu.utilization:
+        values |= {"gpu_temp": "61 C", "average_power_draw": "612.40 W"}
+    block = block.replace('<gpu id="00000000:00:06.0">', f'<gpu id="{gpu.bus_id}">')
+    block = block.replace("\t\t<processes>\n\t\t</processes>\n", xml_processes(view, gpu))
+    return xml_with(block, values)
+
+
+def xml_log(view: View, gpus: list[GpuView]) -> str:
+    """-q -x"""
+    template = capture("qx")
+    start, end = template.index("\t<gpu id="), template.index("</nvidia_smi_log>")
+    attached = {"timestamp": ctime(view.now), "attached_gpus": str(len(view.gpus))}
+    text = "".join(lost_line(gpu) for gpu in gpus if gpu.lost)
+    text += xml_with(template[:start], attached)
+    text += "".join(xml_block(template[start:end], view, gpu) for gpu in gpus if not gpu.lost)
+    return text + template[end:]
+
+
 def pmon(view: View, gpus: list[GpuView]) -> str:
     """pmon -c 1"""
     lines = capture("pmon").splitlines(keepends=True)
@@ -521,6 +598,8 @@ def render(arguments: list[str], view: View) -> Answer:
         request = understand(arguments)
         if request.mode == "help":
             return Answer(f"NVIDIA System Management Interface -- v{DRIVER}\n")
+        if request.mode in HELPS:
+            return Answer(capture(request.mode))
         if not view.gpus:
             raise BadArguments(capture("no_dev0"), 6)
         gpus = selected(view, request.ids)
@@ -528,7 +607,7 @@ def render(arguments: list[str], view: View) -> Answer:
             "gpu": lambda: query_gpu(request, view, gpus),
             "apps": lambda: query_apps(request, view, gpus),
             "list": lambda: list_gpus(gpus),
-            "q": lambda: q_log(view, gpus),
+            "q": lambda: xml_log(view, gpus) if request.xml else q_log(view, gpus),
             "pmon": lambda: pmon(view, gpus),
             "table": lambda: table(view, gpus),
         }

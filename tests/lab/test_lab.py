@@ -341,6 +341,9 @@ def test_fewer_gpus_lost_gpus_and_odd_values(lab: Lab) -> None:
     lab.heal()
     lab.fault("ct129:2", "value", "memory.used [N/A]")
     assert sh(lab, "ct129", USED).splitlines()[2] == "[N/A]"
+    lab.heal()
+    assert main(["fault", "pve1", "value", "[N/A]"]) == 0
+    assert sh(lab, "ct130", USED).split() == ["[N/A]"] * 8
 
 
 def test_missing_tool(lab: Lab) -> None:
@@ -365,9 +368,6 @@ def test_hang_that_cannot_be_killed(lab: Lab) -> None:
     command = f"nvidia-smi >/dev/null 2>&1 & {in_d}; sleep 0.2; kill -9 $!; sleep 0.1; "
     command += "ps -o stat= -p $!"
     assert sh(lab, "ct129", command).startswith("D")
-    lab.heal()
-    assert main(["fault", "pve1", "value", "[N/A]"]) == 0
-    assert sh(lab, "ct130", USED).split() == ["[N/A]"] * 8
     lab.heal()
     until(lambda: not sh(lab, "ct129", "pgrep nvidia-smi"))
     assert len(used(lab, "ct129")) == 8
@@ -399,30 +399,6 @@ def test_bad_requests_are_one_line(lab: Lab) -> None:
         assert "\n" not in str(caught.value)
 
 
-# --- other shapes, and the end ---
-
-
-def test_two_hosts_own_nodes_and_shifted_minors() -> None:
-    lab = Lab(f"{NAME}-b")
-    try:
-        lab.up(cts="129,130,129@pve2", nodes=0, gpus=4, minor_shift=1, own_nodes="130")
-        holder = lab.hold("ct130", gpus="0", mib=1000)
-        assert used(lab, "pve1") == [1000, 0, 0, 0]
-        assert not any(used(lab, "ct129-pve2"))
-        links = sh(lab, "ct130", f"readlink /proc/{holder['pid']}/fd/*")
-        assert "/dev/nvidia1" in links and "/dev/nvidia0" not in links
-        assert "Minor Number                                       : 1" in sh(
-            lab, "ct130", "nvidia-smi -q -i 0"
-        )
-        # Other inodes: fuser on the host does not find it, by number it is found.
-        assert fuser(lab, "ct130", 1) == [holder["pid"]]
-        assert not fuser(lab, "pve1", 1)
-    finally:
-        lab.down()
-
-
-def test_down_leaves_nothing_with_every_kind_alive() -> None:
-    name = f"{NAME}-c"
 @pytest.mark.parametrize(
     "line",
     [
@@ -458,6 +434,31 @@ def test_bad_values_end_with_2_and_one_line(
     assert lab.status() == before
 
 
+# --- other shapes, and the end ---
+
+
+def test_two_hosts_own_nodes_and_shifted_minors() -> None:
+    lab = Lab(f"{NAME}-b")
+    try:
+        lab.up(cts="129,130,129@pve2", nodes=0, gpus=4, minor_shift=1, own_nodes="130")
+        holder = lab.hold("ct130", gpus="0", mib=1000)
+        assert used(lab, "pve1") == [1000, 0, 0, 0]
+        assert not any(used(lab, "ct129-pve2"))
+        links = sh(lab, "ct130", f"readlink /proc/{holder['pid']}/fd/*")
+        assert "/dev/nvidia1" in links and "/dev/nvidia0" not in links
+        assert "Minor Number                                       : 1" in sh(
+            lab, "ct130", "nvidia-smi -q -i 0"
+        )
+        assert "<minor_number>1</minor_number>" in sh(lab, "ct130", "nvidia-smi -q -x -i 0")
+        # Other inodes: fuser on the host does not find it, by number it is found.
+        assert fuser(lab, "ct130", 1) == [holder["pid"]]
+        assert not fuser(lab, "pve1", 1)
+    finally:
+        lab.down()
+
+
+def test_down_leaves_nothing_with_every_kind_alive() -> None:
+    name = f"{NAME}-c"
     lab = Lab(name)
     lab.up(cts="129", nodes=1)
     for host in ("ct129", "node1"):
@@ -480,6 +481,15 @@ def test_down_after_a_crash_of_the_drivers() -> None:
     for group in ("drivers", "helpers"):
         for pid in (lab.paths.cgroup / group / "cgroup.procs").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: lab.hold("node1"),
+        lambda: lab.fault("pve1", "busy"),
+        lab.drop,
+    )
+    for call in calls:
+        with pytest.raises(LabError, match=r"driver of .* is gone .*; run: .* down"):
+            call()
+    assert lab.status()["hosts"]["node1"]["driver"] is None
     lab.down()
     assert no_leftovers(name)
 
@@ -505,15 +515,6 @@ def test_up_cleans_what_a_crash_left() -> None:
         os.kill(lab.init("node1"), signal.SIGKILL)
         until(lambda: not lab.init("node1"))
         assert not lab.up(cts="none", nodes=1)["already_up"]
-    calls: tuple[Callable[[], Any], ...] = (
-        lambda: lab.hold("node1"),
-        lambda: lab.fault("pve1", "busy"),
-        lab.drop,
-    )
-    for call in calls:
-        with pytest.raises(LabError, match=r"driver of .* is gone .*; run: .* down"):
-            call()
-    assert lab.status()["hosts"]["node1"]["driver"] is None
         assert len(used(lab, "node1")) == 8
     finally:
         lab.down()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from xml.etree import ElementTree
 
 import pytest
 
@@ -34,6 +35,10 @@ def ask(line: str, *gpus: smi.GpuView, processes: tuple[smi.ProcessView, ...] = 
     [
         ("", "table"),
         ("-q", "q"),
+        ("-q -x", "qx"),
+        ("--xml-format --query", "qx"),
+        ("--help-query-gpu", "help_gpu"),
+        ("--help-query-compute-apps", "help_apps"),
         ("-L", "list"),
         ("pmon -c 1", "pmon"),
         ("--query-gpu=index,memory.used --format=csv,noheader", "query_units"),
@@ -96,6 +101,47 @@ def test_processes_in_all_forms() -> None:
     log = ask("-q", gpu, processes=(process,)).text
     assert "        Process ID                                     : 4242\n" in log
     assert "        Used                                           : 76115 MiB\n" in log
+
+
+def test_xml_says_of_each_gpu_what_the_text_says() -> None:
+    gpus = [
+        real_gpu(values={"memory.used": "[N/A]"}),
+        real_gpu(
+            index=1,
+            minor=5,
+            uuid="GPU-b",
+            bus_id="00000000:1B:00.0",
+            serial="77",
+            used=76115,
+            utilization=100,
+        ),
+    ]
+    log = ask("-q -x", *gpus, processes=(smi.ProcessView(1, 4242, "a<b>&c", 76109),)).text
+    root = ElementTree.fromstring(log)
+    assert root.findtext("attached_gpus") == "2"
+    empty, held = root.findall("gpu")
+    assert empty.findtext("fb_memory_usage/used") == "[N/A]"
+    assert empty.find("processes/process_info") is None
+    assert held.get("id") == held.findtext("pci/pci_bus_id") == "00000000:1B:00.0"
+    assert {name: held.findtext(name) for name in ("uuid", "serial", "minor_number")} == {
+        "uuid": "GPU-b",
+        "serial": "77",
+        "minor_number": "5",
+    }
+    assert held.findtext("pci/pci_bus") == "1B"
+    assert held.findtext("fb_memory_usage/used") == "76115 MiB"
+    assert held.findtext("fb_memory_usage/free") == "67041 MiB"
+    assert held.findtext("bar1_memory_usage/used") == "1 MiB"
+    assert held.findtext("utilization/gpu_util") == "100 %"
+    process = held.find("processes/process_info")
+    assert process is not None
+    assert process.findtext("pid") == "4242"
+    assert process.findtext("process_name") == "a<b>&c"
+    assert process.findtext("used_memory") == "76109 MiB"
+
+
+def test_xml_is_a_form_of_the_log_only() -> None:
+    assert ask("-x").rc == 255
 
 
 def test_lost_gpu_is_named_and_left_out() -> None:
