@@ -16,6 +16,7 @@ import gpuops
 
 COLLECTION = PurePosixPath("ansible_collections/gpuops/gpu")
 SHIPPED = ("meta", "playbooks", "plugins", "roles")
+VERSION = COLLECTION / "galaxy.yml"  # where Ansible reads the collection's version
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +47,7 @@ def sources(root: Path, *directories: str) -> set[str]:
 def test_wheel_carries_every_file_of_the_collection(root: Path, wheel_names: set[str]) -> None:
     expected = {str(COLLECTION / name) for name in sources(root, *SHIPPED)}
     assert str(COLLECTION / "meta/runtime.yml") in expected
-    assert expected <= wheel_names
+    assert expected | {str(VERSION)} <= wheel_names
 
 
 def test_wheel_carries_every_file_of_the_package(root: Path, wheel_names: set[str]) -> None:
@@ -61,6 +62,7 @@ def test_wheel_carries_nothing_else(wheel_names: set[str]) -> None:
         assert (
             name.parts[0] == "gpuops"
             or name.parts[0].endswith(".dist-info")
+            or name == VERSION
             or any(name.is_relative_to(directory) for directory in shipped)
         ), name
         assert "tests" not in name.parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+import gpuops
 from tests.lab import Lab
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment that holds the wheel, and what it asks for, and no more."""
+    tmp_path = tmp_path_factory.mktemp("wheel")
     build = [
         sys.executable,
         "-m",
@@ -35,6 +38,11 @@ def installed(tmp_path: Path) -> Path:
     return python.parent
 
 
+def clean_environment() -> dict[str, str]:
+    """Nothing of this checkout may help: neither its configuration nor its collection."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}
+
+
 @pytest.fixture
 def lab() -> Iterator[Lab]:
     made = Lab("wheel")
@@ -49,8 +57,6 @@ def test_a_held_container_is_reset_from_any_folder(
 ) -> None:
     server = lab.hold("ct129", gpus="0-7", mib=76115, ignore_term=True)
     (tmp_path / "anywhere").mkdir()
-    # Nothing of this checkout may help: neither its configuration nor its collection.
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}
     inventory = tmp_path / "inventory.yml"
     inventory.write_text(lab.paths.inventory.read_text(encoding="utf-8"), encoding="utf-8")
 
@@ -62,7 +68,7 @@ def test_a_held_container_is_reset_from_any_folder(
                 *("-i", str(inventory), "-l", "ct129", "-e", "gpuops_profile=now"),
             ],
             cwd=tmp_path / "anywhere",
-            env=clean,
+            env=clean_environment(),
             capture_output=True,
             text=True,
         )
@@ -74,3 +80,27 @@ def test_a_held_container_is_reset_from_any_folder(
     assert second.returncode == 0, second.stdout + second.stderr
     assert "changed=0" in second.stdout
     assert "KILL" not in second.stdout
+
+
+def test_documentation_comes_without_a_warning(installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(installed / "ansible-doc"), "-t", "role", "gpuops.gpu.gpu_route"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gpuops.gpu.gpu_route" in done.stdout
+
+
+def test_the_installed_collection_has_its_version(installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(installed / "ansible-galaxy"), "collection", "list", "gpuops.gpu", "--format=json"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+    )
+    (collections,) = json.loads(done.stdout).values()
+    assert collections == {"gpuops.gpu": {"version": gpuops.__version__}}
