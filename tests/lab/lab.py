@@ -88,8 +88,16 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 def listening(init: int) -> bool:
-    """Whether the host or container with that process 1 has its sshd ready."""
-    return bool(init) and Path(f"/proc/{init}/root/run/sshd.pid").exists()
+    """Whether the host or container with that process 1 has its sshd ready.
+
+    Its title is the last that sshd sets; the file with its number is there before, empty at first.
+    """
+    root = Path(f"/proc/{init}/root")
+    try:
+        number = int((root / "run/sshd.pid").read_text())
+        return (root / f"proc/{number}/cmdline").read_bytes().startswith(b"sshd: ")
+    except (OSError, ValueError):
+        return False
 
 
 def make_directory(path: Path) -> bool:
@@ -605,6 +613,7 @@ class Lab:
         return {
             "lab": self.name,
             "already_up": already,
+            "replaced": replaced,
             "seconds": round(time.monotonic() - started, 3),
             "state": str(self.paths.state),
             "inventory": str(self.paths.inventory),
@@ -613,7 +622,6 @@ class Lab:
         }
 
     def status(self) -> dict[str, Any]:
-            "replaced": replaced,
         """Hosts, containers, holders, faults, and the memory as the driver has it."""
         plan = self.plan()
         hosts = {}
