@@ -51,8 +51,11 @@ LOOK_PATIENCE = 2.0
 
 # How often, and after how many seconds, a process is looked at again whose mappings could not be
 # read because it was in state D: a healthy one is there for moments only.
-BUSY_LOOKS = 5
+BUSY_LOOKS = 2
 BUSY_PAUSE = 0.02
+
+# The flag of a kernel thread in /proc/PID/stat, from include/linux/sched.h.
+KERNEL_THREAD = 0x00200000
 
 # Stand in the place of the evidence for a process that cannot be looked at, now or at all.
 BUSY = "busy"
@@ -161,7 +164,8 @@ class Holder:
 class Scan:
     """One look at all processes of the node, deep or quick.
 
-    ``skipped``: the PIDs of those that could not be looked at, or not wholly.
+    ``skipped``: the PIDs of those that could not be looked at, or not wholly. ``busy``: of those
+    whose mappings alone could not be read, because they were in the kernel all the time.
     """
 
     def __init__(self, deep: bool) -> None:
@@ -171,11 +175,7 @@ class Scan:
         self.processes = 0
         self.deep = deep
         self.skipped: set[int] = set()
-
-    @property
-    def unreadable(self) -> int:
-        """How many processes could not be looked at."""
-        return len(self.skipped)
+        self.busy: set[int] = set()
 
     def add(self, pid: int, how: str, devices: list[str]) -> None:
         """Note what is known of a process."""
@@ -216,7 +216,7 @@ def scan(
             break
         time.sleep(BUSY_PAUSE)
         busy = _look_at_all(busy, devices, result, until)
-    result.skipped.update(int(name) for name in busy)
+    result.busy.update(int(name) for name in busy)
     result.seconds = time.monotonic() - result.started
     return result
 
@@ -372,6 +372,12 @@ def _state(folder: str) -> str:
     return fields[0] if fields else ""
 
 
+def _is_kernels(folder: str) -> bool:
+    """Is this a thread of the kernel? It has no memory of its own to map anything into."""
+    fields = parse_stat(read_bytes(folder + "/stat"))
+    return fields is not None and bool(int(fields[6]) & KERNEL_THREAD)
+
+
 def has_threads(name: str) -> bool:
     """More than one task? The link count of the folder says so without listing it."""
     try:
@@ -403,7 +409,7 @@ def _mapped_devices(name: str, devices: Device) -> set[str] | None:
     for task in _live_tasks(name):
         folder = "/proc/%s/task/%s" % (name, task)
         if _state(folder) == "D":
-            return None
+            return set() if _is_kernels(folder) else None
         try:
             with open(folder + "/maps", "rb") as maps:
                 text = maps.read()

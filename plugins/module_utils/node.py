@@ -32,9 +32,8 @@ class Node:
         self.began = time.monotonic()
         self.devices = holders.read_devices()
         self.own_namespaces = owners.pid_namespaces(os.getpid())
-        self.own_owner = owners.owner_of(
-            _read_own_cgroup(), self.own_namespaces, self.own_namespaces
-        )
+        self.own_cgroup = _read_own_cgroup()
+        self.own_owner = owners.owner_of(self.own_cgroup, self.own_namespaces, self.own_namespaces)
         self.own_family = set(holders.family(os.getpid()))
         self.in_container = _in_container()
         self.problems: list[str] = []
@@ -120,6 +119,10 @@ class Node:
         self._recall_command(holder)
         owner = owners.owner_of(holder.cgroup, holder.namespaces, self.own_namespaces)
         owner.detail = owners.container_name(owner.kind, owner.id) or owner.detail
+        # Machines without systemd have groups of their own kind; ours is no stranger's.
+        ours = (self.own_cgroup, self.own_namespaces)
+        if owner.kind == "unknown" and holder.cgroup and (holder.cgroup, holder.namespaces) == ours:
+            owner = owners.Owner("host", "", "the control group that gpuops runs in itself")
         holder.owner = owner
         return True
 
@@ -143,7 +146,7 @@ class Node:
     def view(self, target: verdict.Target, found: holders.Scan) -> verdict.View:
         """Sort the holders by what may be done to them on behalf of this target."""
         view = verdict.View()
-        view.unreadable = found.unreadable
+        view.unreadable = [verdict.short(each) for each in self._unseen(target, found)]
         home = self.home(target)
         for holder in found.holders.values():
             why = self.why_not(target, holder, home)
@@ -154,6 +157,19 @@ class Node:
             if why.startswith("protected"):
                 view.protected.add(holder.pid)
         return view
+
+    def _unseen(self, target: verdict.Target, found: holders.Scan) -> list[holders.Holder]:
+        """Those that could not be looked at, but for our own and those that may hold a GPU.
+
+        Who maps a GPU uses memory of it; only where that is not told do mappings matter alone.
+        """
+        pids = found.skipped | (found.busy if target.holders_only else set())
+        unseen = [each for each in map(holders.Holder, sorted(pids)) if self.identify(each)]
+        return [
+            each
+            for each in unseen
+            if not self._is_own(each) and not verdict.protected_by(each, target.protect)
+        ]
 
     def home(self, target: verdict.Target) -> int | None:
         """The PID namespace of the target, ``None`` for a container that does not run."""

@@ -116,7 +116,7 @@ class View:
     """The holders that matter to one target, sorted by what may be done to them.
 
     ``mine``: in scope and not protected. ``spared``: (holder, why), protected or foreign.
-    ``stuck``: of mine, those that outlived SIGKILL.
+    ``stuck``: of mine, those that outlived SIGKILL. ``unreadable``: who could not be looked at.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class View:
         self.spared: list[tuple[holders.Holder, str]] = []
         self.protected: set[int] = set()
         self.stuck: dict[int, dict[str, str]] = {}
-        self.unreadable = 0
+        self.unreadable: list[str] = []
 
     def holding(self, minor: int | None) -> list[holders.Holder]:
         """Mine on this GPU; a GPU whose minor number is not known may be held by any of them."""
@@ -290,7 +290,8 @@ def judge(target: Target, readings: list[nvidia_smi.Reading], view: View, nodes:
     if view.unreadable:
         return Verdict(
             UNKNOWN,
-            "%d processes could not be looked at" % view.unreadable,
+            "%d processes could not be looked at: %s"
+            % (len(view.unreadable), ", ".join(view.unreadable[:3])),
             "run as root in the node's own namespaces",
         )
     earlier = readings[-2].gpus if len(readings) > 1 else []

@@ -336,3 +336,57 @@ def test_a_command_is_read_by_a_child_that_can_be_abandoned(python: Python, tmp_
     began = time.monotonic()
     assert node._read_aside(str(silent)) == b""
     assert time.monotonic() - began < 5
+
+
+def described(monkeypatch: pytest.MonkeyPatch, cgroup: str, namespaces: list[int]) -> None:
+    """What /proc says of everybody."""
+
+    def describe(one: holders.Holder) -> bool:
+        one.cgroup, one.namespaces, one.name = cgroup, list(namespaces), "python3"
+        one.command = "python3 serve"
+        return True
+
+    monkeypatch.setattr(holders, "describe", describe)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "namespaces", "kind"),
+    [
+        ("0::/process_api/7f\n", [NODE, ABOVE], "host"),
+        ("0::/process_api/8a\n", [NODE, ABOVE], "unknown"),
+        ("", [NODE, ABOVE], "unknown"),
+        ("0::/process_api/7f/x\n", [NODE, ABOVE], "unknown"),
+        ("0::/process_api/7f\n", [NODE + 9, NODE, ABOVE], "unknown"),
+    ],
+)
+def test_the_group_that_we_run_in_ourselves_is_the_nodes_own(
+    monkeypatch: pytest.MonkeyPatch, cgroup: str, namespaces: list[int], kind: str
+) -> None:
+    host = this_node("/process_api/7f")
+    host.own_cgroup = "0::/process_api/7f\n" if cgroup else ""
+    described(monkeypatch, cgroup, namespaces)
+    one = holders.Holder(500)
+    assert host.identify(one)
+    assert one.owner.kind in (kind, "pidns")
+    assert (one.owner.kind == "host") is (kind == "host")
+
+
+def test_who_could_not_be_looked_at_counts_unless_it_is_ours_or_protected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = this_node()
+    host.own_cgroup = None
+    described(monkeypatch, "0::/\n", [NODE, ABOVE])
+    monkeypatch.setattr(holders, "family", lambda pid: [pid, 7] if pid == 19 else [pid, 1])
+    monkeypatch.setattr(node.os, "getpid", lambda: 7)
+    found = holders.Scan(deep=True)
+    found.skipped, found.busy = {18, 19}, {20}
+    unseen = {
+        spec: [each.pid for each in host._unseen(verdict.Target({"name": "n", **more}), found)]
+        for spec, more in {
+            "usual": {},
+            "no memory told": {"holders_only": True},
+            "protected": {"protect": ["python3"]},
+        }.items()
+    }
+    assert unseen == {"usual": [18], "no memory told": [18, 20], "protected": []}

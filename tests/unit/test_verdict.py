@@ -85,7 +85,7 @@ class Case:
         made.spared += [(each, "protected by name (nv-hostengine)") for each in self.protected]
         made.protected = {each.pid for each in self.protected}
         made.stuck = {pid: STUCK for pid in self.stuck}
-        made.unreadable = self.unreadable
+        made.unreadable = [f"python3 (pid {each})" for each in range(self.unreadable)]
         return made
 
     def judge(self) -> verdict.Verdict:
