@@ -165,10 +165,12 @@ class Node:
         """
         pids = found.skipped | (found.busy if target.holders_only else set())
         unseen = [each for each in map(holders.Holder, sorted(pids)) if self.identify(each)]
+        home = self.home(target)
         return [
             each
             for each in unseen
-            if not self._is_own(each) and not verdict.protected_by(each, target.protect)
+            if not self._is_own(each)
+            and not self.why_not(target, each, home).startswith("protected")
         ]
 
     def home(self, target: verdict.Target) -> int | None:

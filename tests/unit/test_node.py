@@ -41,6 +41,7 @@ def this_node(own: str = "/user.slice/user-0.slice/session-1.scope") -> node.Nod
     host.own_namespaces = [NODE, ABOVE]
     host.own_family = {OURSELVES}
     host.own_owner = owners.owner_of("0::" + own + "\n", host.own_namespaces, host.own_namespaces)
+    host.own_cgroup = "0::" + own + "\n"
     host._commands = {}
     return host
 
@@ -375,12 +376,11 @@ def test_who_could_not_be_looked_at_counts_unless_it_is_ours_or_protected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host = this_node()
-    host.own_cgroup = None
     described(monkeypatch, "0::/\n", [NODE, ABOVE])
     monkeypatch.setattr(holders, "family", lambda pid: [pid, 7] if pid == 19 else [pid, 1])
     monkeypatch.setattr(node.os, "getpid", lambda: 7)
     found = holders.Scan(deep=True)
-    found.skipped, found.busy = {18, 19}, {20}
+    found.skipped, found.busy = {1, 18, 19}, {20}
     unseen = {
         spec: [each.pid for each in host._unseen(verdict.Target({"name": "n", **more}), found)]
         for spec, more in {
