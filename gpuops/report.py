@@ -122,6 +122,7 @@ class Action:
     """Name of the rung that sent it."""
     result: str
     """What came of it: ``sent``, ``gone`` (ended before), ``let go`` (held nothing any more),
+    ``changed`` (nobody to be signalled any more), ``unreadable`` (could not be looked at again),
     ``not permitted``, or in check mode ``would be sent``."""
 
     def __str__(self) -> str:

@@ -373,9 +373,10 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
         names = "; ".join(list(mine.values())[:3])
         more = " and %d more" % (len(mine) - 3) if len(mine) > 3 else ""
         return Verdict(word, "%s, held by %s%s" % (where, names, more), "run reset_gpus.yml")
+    seen = "that could be looked at " if view.unreadable else ""
     return Verdict(
         word,
-        "%s, and no process holds it" % where,
+        "%s, and no process %sholds it" % (where, seen),
         "wait for the driver to release it; if it stays, reset the GPU or reboot the node",
     )
 

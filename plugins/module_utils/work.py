@@ -359,8 +359,10 @@ class Work:
                 outcome = grip.send(rung["signal"])
             elif grip.pid in now.holders:
                 outcome = "changed"
+            elif grip.ended():
+                outcome = "gone"
             else:
-                outcome = "gone" if grip.ended() else "let go"
+                outcome = "unreadable" if grip.pid in now.skipped else "let go"
             self.actions.append(action(holder, rung, outcome))
             if outcome == "sent":
                 sent.append(grip)

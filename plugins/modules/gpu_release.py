@@ -87,7 +87,7 @@ hosts:
     actions:
       description:
         - Who was signalled (in check mode, who would be), each with all that identifies it, and with
-          rung, signal and result (V(sent), V(gone), V(let go), V(changed), V(not permitted), V(would be sent)).
+          rung, signal and result (V(sent), V(gone), V(let go), V(changed), V(unreadable), V(not permitted), V(would be sent)).
       type: list
     plan:
       description: In check mode, the holders in scope as a plan remembers them.

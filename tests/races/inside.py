@@ -14,6 +14,7 @@ At a pause the crowd often strikes: some of the holders end, and others let go, 
 
 from __future__ import annotations
 
+import copy
 import json
 import mmap
 import os
@@ -302,6 +303,7 @@ class Operator:
         self.sends: list[tuple[int, float]] = []
         self.starts: dict[int, int] = {}
         self.signalling = False
+        self.looked: dict[int, Any] = {}  # what the last look found
         node._in_container = lambda: False  # whatever the machine below is
         self.watch(holders, node.Node, work.Work, signals, guards)
 
@@ -346,6 +348,7 @@ class Operator:
         def paused_scan(devices: Any, deep: bool = False, pids: Any = None, **more: Any) -> Any:
             if pids is None:
                 found = scan(devices, deep, pids, **more)
+                operator.looked = copy.deepcopy(found.holders)
                 operator.pause()  # before it is read who they are
                 if operator.aimed:
                     os.write(operator.commands, b"strike\n")
@@ -355,7 +358,10 @@ class Operator:
             operator.checked = time.monotonic()
             found = scan(devices, deep, pids, **more)
             if guards in ("no re-check", "none"):
-                found.holders = {pid: holders.Holder(pid) for pid in pids}
+                found.holders = {
+                    pid: copy.deepcopy(operator.looked.get(pid, holders.Holder(pid)))
+                    for pid in pids
+                }
             operator.pause()
             return found
 
