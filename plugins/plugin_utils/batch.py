@@ -245,7 +245,8 @@ class BatchAction(ActionBase):
         said = [
             line for line in (ran["stderr"] + "\n" + ran["stdout"]).splitlines() if line.strip()
         ]
-        if ran["rc"] == 127:
+        # A sudo that is not there ends with the same code.
+        if ran["rc"] == 127 and any(python in line for line in said):
             return (
                 f"{where} has no {python}: install python3 there, or set ansible_python_interpreter"
             )

@@ -204,7 +204,11 @@ def test_a_release_of_a_machine_that_is_clean_does_nothing(machine: Machine) -> 
         ({"rc": 0, "stdout": "Welcome!\n"}, "(exit code 0): Welcome!"),
         ({"rc": 0, "stdout": "x gpuops-answer {}\n"}, "gave no answer"),
         ({"rc": 0, "stdout": 'gpuops-answer {"hosts": {"no'}, "gave no answer"),
-        ({"rc": 127, "stderr": "sh: 1: not found"}, "install python3 there"),
+        ({"rc": 127, "stderr": "sh: 1: /usr/bin/python3: not found"}, "install python3 there"),
+        (
+            {"rc": 127, "stderr": "sh: 1: sudo: not found"},
+            "(exit code 127): sh: 1: sudo: not found",
+        ),
     ],
 )
 def test_no_answer_is_a_failure_and_never_a_result(ran: dict[str, Any], message: str) -> None:
