@@ -556,7 +556,7 @@ def test_a_host_that_was_settled_before_its_node_was_lost_keeps_its_result() -> 
 
 
 def test_the_python_that_is_missing_is_named() -> None:
-    made = action(gpu_state, TARGETS, Ran(rc=127))
+    made = action(gpu_state, TARGETS, Ran(rc=127, stderr="sh: 1: /opt/python3: not found"))
     answer = made.execute(TARGETS, {"ansible_python_interpreter": "/opt/python3"})
     assert "has no /opt/python3" in answer["msg"]
 
