@@ -117,8 +117,9 @@ class Wish:
             raise BadValue(f"--mib {self.mib}: 0 or more")
         if self.respawn < FOR_EVER:
             raise BadValue(f"--respawn {self.respawn}: 0 or more, or no number: for ever")
-        if self.name and not self.name.isprintable():
-            raise BadValue(f"--name {self.name!r}: it cannot be printed")
+        # A process may have any other name, lines and all.
+        if "\0" in (self.name or ""):
+            raise BadValue(f"--name {self.name!r}: no name ends in the middle")
         # These make a program of that name in /usr/local/bin.
         if "/" in (self.name or "") and (self.respawn or self.podman):
             raise BadValue(f"--name {self.name}: without / where --respawn or --podman is")

@@ -74,7 +74,7 @@ def test_defaults() -> None:
         {"mib": -5},
         {"respawn": -3},
         {"name": ""},
-        {"name": "a\nb"},
+        {"name": "a\0b"},
         {"name": "../x", "respawn": 1},
         {"name": "/x", "podman": "a"},
         {"user": ""},
