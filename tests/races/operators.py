@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,7 +20,7 @@ from typing import Any
 
 from tests.lab import linux
 from tests.lab.lab import Lab, kill_exactly
-from tests.scenarios.runner import CALLBACKS, ROOT, Process, Run, World, command_line
+from tests.scenarios.runner import ROOT, Process, Run, World, command_line, recorded
 
 # ct130 computes on the other GPUs, so the command is about those of ct129.
 COMMAND = "ansible-playbook reset_gpus.yml -l ct129 -e gpuops_gpus=0,1,2,3"
@@ -129,21 +127,10 @@ class Site:
     def type(self, command: str = COMMAND) -> Operator:
         """Type a command, as an operator with connections of his own, and go on."""
         home = Path(tempfile.mkdtemp(dir=self.folder))
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("ANSIBLE_", "GPUOPS_"))
-        }
-        environment |= {
-            "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
-            "ANSIBLE_CALLBACK_PLUGINS": str(CALLBACKS),
-            "ANSIBLE_NOCOLOR": "1",
-            "SCENARIO_RECORD": str(home / "record"),
-        }
         process: subprocess.Popen[str] = self.lab.popen(
             ["env", f"ANSIBLE_SSH_CONTROL_PATH_DIR={home}", *command.split()],
             cwd=ROOT,
-            env=environment,
+            env=recorded(home / "record"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -136,6 +136,19 @@ def squeeze(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
+def recorded(record: Path) -> dict[str, str]:
+    """The environment of a typed command: nothing of ours but a record of Ansible's events."""
+    foreign = ("ANSIBLE_", "GPUOPS_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+    return {
+        **kept,
+        "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}",
+        "ANSIBLE_CALLBACK_PLUGINS": str(CALLBACKS),
+        "ANSIBLE_NOCOLOR": "1",
+        "SCENARIO_RECORD": str(record),
+    }
+
+
 @dataclass
 class World:
     """The lab of a test session, with its bystanders."""
@@ -473,25 +486,14 @@ class World:
     def type(self, typed: str) -> Run:
         """Run a command as an operator types it at the root of the checkout."""
         self.record.unlink(missing_ok=True)
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("ANSIBLE_", "GPUOPS_"))
-        }
-        environment |= {
-            "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
-            "ANSIBLE_CALLBACK_PLUGINS": str(CALLBACKS),
-            "ANSIBLE_NOCOLOR": "1",
-            # Labs have the same addresses: a connection kept by another one must not be used.
-            "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self.lab.paths.state / "cp"),
-            "SCENARIO_RECORD": str(self.record),
-        }
+        # Labs have the same addresses: a connection kept by another one must not be used.
+        masters = {"ANSIBLE_SSH_CONTROL_PATH_DIR": str(self.lab.paths.state / "cp")}
         before = self.executions()
         began = time.monotonic()
         ran = self.lab.run(
             shlex.split(self.apart(typed)),
             cwd=ROOT,
-            env=environment,
+            env={**recorded(self.record), **masters},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
