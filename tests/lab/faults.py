@@ -21,6 +21,7 @@ FAULTS = {
     "value": "'[FIELD] TEXT': that field reads TEXT, e.g. 'pstate P8'; without a field memory.used,"
     " e.g. '[N/A]'",
     "gpu-lost": "this GPU (HOST:GPU) has fallen off the bus",
+    "frozen": "its holders of now are in a frozen control group of v1: SIGKILL waits until heal",
     "wrong-count": "N: only the first N GPUs are there",
 }
 

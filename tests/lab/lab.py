@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from . import container as lxc
-from . import faults, linux, node, stuck
+from . import faults, freezer, linux, node, stuck
 from . import podman as podman_files
 from . import systemd as init_systemd
 from .plan import (
@@ -348,9 +348,15 @@ class Lab:
 
     def clean(self) -> None:
         """Remove the lab's processes, mounts, cgroups and files; finds them by name, not memory."""
+        frozen = list(self.paths.state.glob(f"freezer/{self.frozen_group('*')}"))
+        for group in frozen:
+            freezer.thaw(group.parent, group.name)
         kill_cgroup(self.paths.cgroup)
         with contextlib.suppress(OSError):
             self.paths.cgroup.parent.rmdir()
+        for group in frozen:
+            if group.exists():
+                group.rmdir()
         if not self.paths.state.exists():
             return
         for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
@@ -874,6 +880,8 @@ class Lab:
 
     def drop_one(self, host: str, id: str) -> None:
         """Supervisors first, then the holder, then what keeps it from dying."""
+        for group in self.paths.state.glob(f"freezer/{self.frozen_group('*')}"):
+            freezer.thaw(group.parent, group.name)
         status = self.ask(host, {"op": "status"})
         ending = status["endings"].get(id)
         if ending and self.init(ending["host"]):
@@ -907,6 +915,8 @@ class Lab:
         value = faults.check(where, gpu, kind, value)
         if kind == "smi-missing":
             self.hide_smi(host, hide=True)
+        if kind == "frozen":
+            self.freeze(host, where.name)
         scope = where.name if kind in ("slow-release", "stuck", "busy", "ghost") else host
         request = {"op": "fault", "host": scope, "kind": kind, "value": value}
         self.ask(where.name, {**request, "gpu": int(gpu) if gpu else None})
@@ -919,10 +929,25 @@ class Lab:
             if host and plan.host(host) != where:
                 continue
             for fault in self.ask(where.name, {"op": "status"})["faults"]:
-                if fault["kind"] == "smi-missing" and host in (None, fault["host"]):
+                if host not in (None, fault["host"]):
+                    continue
+                if fault["kind"] == "smi-missing":
                     self.hide_smi(fault["host"], hide=False)
+                if fault["kind"] == "frozen":
+                    freezer.thaw(self.paths.state / "freezer", self.frozen_group(fault["host"]))
             self.ask(where.name, {"op": "heal", "host": host})
         return {"healed": host or "all"}
+
+    def freeze(self, name: str, host: str) -> None:
+        """Freeze the holders of a host or container."""
+        held = self.ask(host, {"op": "status"})["holders"]
+        pids = [each["outer_pid"] for each in held if each["host"] == name and each["alive"]]
+        in_host(self.running_init(host), self.paths.host_cgroup(host), freezer.show)
+        freezer.freeze(self.paths.state / "freezer", self.frozen_group(name), pids)
+
+    def frozen_group(self, name: str) -> str:
+        """The name of the frozen group of a host or container of this lab."""
+        return f"gpuops-lab-{self.name}-{name}"
 
     def hide_smi(self, name: str, hide: bool) -> None:
         """Move nvidia-smi away on a host (and in its containers), or back."""

@@ -18,7 +18,7 @@ import pytest
 
 from tests.lab import Lab, LabError
 from tests.lab.cli import main
-from tests.lab.lab import REPOSITORY, listening
+from tests.lab.lab import REPOSITORY, listening, wait_until
 from tests.lab.linux import process_state
 from tests.lab.look import (
     APPS,
@@ -531,3 +531,29 @@ def test_up_says_when_it_replaces_another_lab() -> None:
         ]
     finally:
         lab.down()
+
+
+def test_a_frozen_holder_outlives_sigkill_until_it_is_thawed(lab: Lab) -> None:
+    held = lab.hold("ct129", gpus="0", mib=500)
+    lab.fault("ct129", "frozen")
+    pid = held["outer_pid"]
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.3)
+    assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"
+    assert lab.status()["hosts"]["pve1"]["driver"]["used"][0] == 500
+    lab.heal("ct129")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 5, "its end")
+
+
+def test_down_takes_frozen_holders_along(lab: Lab) -> None:
+    held = lab.hold("node1", gpus="0", mib=500)
+    lab.fault("node1", "frozen")
+    group = lab.paths.state / "freezer" / lab.frozen_group("node1")
+    assert group.exists()
+    lab.down()
+    assert not Path(f"/proc/{held['outer_pid']}").exists()
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert str(lab.paths.state) not in mounts
+    for freezer in {line.split()[4] for line in mounts.splitlines() if "rw,freezer" in line}:
+        assert not Path(freezer, group.name).exists()
+    lab.up()
