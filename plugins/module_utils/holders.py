@@ -519,9 +519,13 @@ def describe(holder: Holder) -> bool:
         # A process whose main thread has exited shows it only at its other tasks.
         tasks = _live_tasks(str(holder.pid))
         texts = (_read(holder.pid, "task/%s/cmdline" % task) for task in tasks)
-        words = next((text for text in texts if text), "").split("\0")
-        holder.command = _printable(" ".join(words).strip()[:300])
+        holder.command = command_of(next((text for text in texts if text), ""))
     return True
+
+
+def command_of(cmdline: str) -> str:
+    """The beginning of a command line, from the text of ``/proc/PID/cmdline``."""
+    return _printable(" ".join(cmdline.split("\0")).strip()[:300])
 
 
 def _printable(text: str) -> str:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 
@@ -246,33 +245,13 @@ class Node:
 
 
 def _command_of_stuck(pid: int) -> str:
-    """The command line of a process in state D, ``""`` if it cannot be had within a moment."""
-    words = _read_aside("/proc/%d/cmdline" % pid).decode("utf-8", "replace").split("\0")
-    command = " ".join(words).strip()
-    return "".join(letter if letter.isprintable() else "?" for letter in command)
+    """The command line of a process in state D, ``""`` if it cannot be had within a moment.
 
-
-def _read_aside(path: str) -> bytes:
-    """The beginning of a file, read by a child that can be abandoned.
-
-    A command line lies in its process's memory, whose lock may be held until a mount answers.
+    It lies in the process's memory, whose lock may be held until a mount answers.
     """
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            with open(path, "rb") as file:
-                os.write(write_end, file.read(300))
-        finally:
-            os._exit(0)
-    os.close(write_end)
-    answered = deadline.readable(read_end, COMMAND_TIMEOUT)
-    text = os.read(read_end, 300) if answered else b""
-    os.close(read_end)
-    if not answered:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0 if answered else os.WNOHANG)  # never waited for: it may be stuck
-    return text
+    path = "/proc/%d/cmdline" % pid
+    text = deadline.in_a_copy(lambda: holders.read_bytes(path), COMMAND_TIMEOUT)
+    return holders.command_of(text.decode("utf-8", "replace"))
 
 
 def _read_own_cgroup() -> str | None:

@@ -259,7 +259,6 @@ class Work:
         """Choose, signal, and wait until clean or until waiting is pointless."""
         result = self.state()
         if result["verdict"] != verdict.HELD:
-            turn.remember([])
             return result
         if self.returned(restarts.MOST):
             return dict(result, settled=True)
@@ -282,7 +281,6 @@ class Work:
         grips = self.signal_all(chosen, rung)
         turn.remember(self.actions)
         self.wait(grips, rung, watch)
-        turn.remember([])
         judged = self.judge()
         restarting = self.restarting(chosen) if watch and judged.word == verdict.CLEAN else None
         result = dict(self.result(restarting or judged), before=result["gpus"])

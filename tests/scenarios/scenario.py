@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).parent
-KNOWN_BUGS = HERE / "known_bugs.txt"
 
 VERDICTS = ("clean", "held", "blocked", "unkillable", "unknown", "unreachable", "refused", "absent")
 RUNGS = ("mps", "terminate", "kill", "targeted", "fuser", "host", "first", "second")
@@ -134,10 +133,3 @@ def load_all(folder: Path = HERE) -> list[Scenario]:
     """All scenarios, those of the usual lab first, then by shape, so that a lab is built once."""
     found = [load(path) for path in sorted(folder.glob("*.yml"))]
     return sorted(found, key=lambda each: (str(sorted(each.lab.items())), each.name))
-
-
-def known_bugs() -> dict[str, str]:
-    """Scenarios that show a bug not yet mended: name and reason."""
-    lines = KNOWN_BUGS.read_text(encoding="utf-8").splitlines() if KNOWN_BUGS.exists() else []
-    rows = [line.partition(":") for line in lines if line.strip() and not line.startswith("#")]
-    return {name.strip(): reason.strip() for name, _, reason in rows}

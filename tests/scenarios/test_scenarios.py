@@ -12,10 +12,9 @@ import pytest
 from tests.lab.lab import Lab
 from tests.scenarios import docs
 from tests.scenarios.runner import World
-from tests.scenarios.scenario import Scenario, known_bugs, load_all
+from tests.scenarios.scenario import Scenario, load_all
 
 SCENARIOS = load_all()
-BUGS = known_bugs()
 
 
 @pytest.fixture(scope="session")
@@ -29,15 +28,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         world.down()
 
 
-def case(scenario: Scenario) -> object:
-    """A scenario as a test; one that shows a known bug must fail until the bug is mended."""
-    bug = BUGS.get(scenario.name)
-    marks = [pytest.mark.xfail(reason=bug, strict=True)] if bug else []
-    return pytest.param(scenario, id=scenario.name, marks=marks)
-
-
 @pytest.mark.lab
-@pytest.mark.parametrize("scenario", [case(scenario) for scenario in SCENARIOS])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
 def test_scenario(world: World, scenario: Scenario) -> None:
     """What the file says comes true, and nothing else."""
     world.play(scenario)
@@ -46,11 +38,6 @@ def test_scenario(world: World, scenario: Scenario) -> None:
 def test_at_least_sixty() -> None:
     """The matrix of issue 3."""
     assert len(SCENARIOS) >= 60
-
-
-def test_known_bugs_are_scenarios() -> None:
-    """A name that no file has would hide a scenario that nobody plays."""
-    assert set(BUGS) <= {scenario.name for scenario in SCENARIOS}
 
 
 def test_table_is_current(root: Path) -> None:
