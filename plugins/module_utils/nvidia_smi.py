@@ -431,7 +431,11 @@ class Session:
         kill(self.pid)
 
     def close(self) -> None:
-        """End the shell by ending its input; reap it if it is already gone, never wait."""
+        """End the shell, and with it a call whose answer nobody needs; never wait.
+
+        Such a call outlived this program otherwise, and the next rung's took it for a holder.
+        """
+        kill(self.pid)
         close(self.pid, self._write, self._read)
 
 

@@ -679,6 +679,21 @@ def test_fields_that_are_out_of_place_are_noticed(row: str) -> None:
     assert parsed(GOOD + "\n").readable
 
 
+def test_a_closed_session_leaves_no_call_behind(place: Place, tmp_path: Path) -> None:
+    session = place.session(f"echo $$ >{tmp_path}/pid; exec sleep 60")
+    session.ask("gpus")
+    until = time.monotonic() + 5
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text(encoding="ascii"):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    tool = Path("/proc") / (tmp_path / "pid").read_text(encoding="ascii").strip()
+    place.sessions.remove(session)
+    session.close()
+    while tool.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not tool.exists()
+
+
 OTHER = GOOD.replace("0, GPU-1, 00000000:00:06", "1, GPU-2, 00000000:00:07")
 USED_THEN_FREE = f"""
 [ "$3$4" = -lms100 ] || exit 3
