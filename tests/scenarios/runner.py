@@ -261,7 +261,7 @@ class World:
         def listening() -> int | None:
             for pid in self.processes(name):
                 numbers = linux.namespace_pids(pid)
-                if numbers and numbers[-1] == int(inner.read_text()):
+                if numbers and str(numbers[-1]) == inner.read_text().strip():
                     return pid if command_line(pid).startswith("sshd") else None
             return None
 
