@@ -196,7 +196,7 @@ def remove_tree(path: Path) -> None:
             shutil.rmtree(path)
         return not path.exists()
 
-    wait_until(gone, 3, f"the end of {path}")
+    wait_until(gone, 20, f"the end of {path}")
 
 
 @dataclass
@@ -370,7 +370,7 @@ class Lab:
         paths = self.paths
         # The cgroup first: whatever happens later, it is how `down` finds the processes.
         for name in ("controller", "helpers", "drivers"):
-            wait_until(partial(make_directory, paths.cgroup / name), 1, "a cgroup")
+            wait_until(partial(make_directory, paths.cgroup / name), 10, "a cgroup")
         self.write_state(plan)
         for host in plan.hosts:
             self.start_driver(host, plan.delay_ms)

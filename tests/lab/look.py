@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from tests.patience import until
 
 from .lab import Lab
 from .linux import cgroup2_mount
 
 USED = "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits"
 APPS = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv,noheader,nounits"
-
-
-def until(condition: Callable[[], Any], seconds: float = 5) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def sh(lab: Lab, host: str, command: str) -> str:
@@ -77,7 +68,7 @@ def leftovers(name: str) -> list[str]:
     return found
 
 
-def no_leftovers(name: str) -> bool:
-    """Processes may need a moment to be gone from /proc."""
-    until(lambda: not leftovers(name), 3)
-    return True
+def left_behind(name: str) -> list[str]:
+    """What is left of a lab once its processes have had time to be gone from /proc."""
+    until(lambda: not leftovers(name))
+    return leftovers(name)

@@ -25,14 +25,14 @@ from tests.lab.look import (
     USED,
     descriptors,
     fuser,
+    left_behind,
     mapped,
-    no_leftovers,
     sh,
     stat,
-    until,
     used,
 )
 from tests.lab.node import which_missing
+from tests.patience import PATIENCE, until
 
 pytestmark = [
     pytest.mark.lab,
@@ -58,7 +58,7 @@ def lab(the_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     yield the_lab
     the_lab.heal()
     the_lab.drop()
-    until(lambda: not any(used(the_lab, "pve1") + used(the_lab, "node1")))
+    assert until(lambda: not any(used(the_lab, "pve1") + used(the_lab, "node1")))
 
 
 # --- hosts ---
@@ -189,7 +189,7 @@ def test_stopped_dies_of_kill_only(lab: Lab) -> None:
     sh(lab, "node1", f"kill {holder['pid']}")
     assert stat(lab, "node1", holder["pid"]).startswith("T")
     sh(lab, "node1", f"kill -9 {holder['pid']}")
-    until(lambda: not lab.alive(holder["id"])[holder["id"]])
+    assert until(lambda: not lab.alive(holder["id"])[holder["id"]])
 
 
 def test_ignore_term(lab: Lab) -> None:
@@ -201,11 +201,11 @@ def test_ignore_term(lab: Lab) -> None:
 def test_zombie_holds_no_memory(lab: Lab) -> None:
     holder = lab.hold("ct129", gpus="0", kind="zombie-parent")
     sh(lab, "ct129", f"kill -9 {holder['pid']}")
-    until(lambda: not any(used(lab, "ct129")))
+    assert until(lambda: not any(used(lab, "ct129")))
     assert stat(lab, "ct129", holder["pid"]).startswith("Z")
     assert not fuser(lab, "ct129", 0)
     lab.drop(holder["id"])
-    until(lambda: not stat(lab, "ct129", holder["pid"]))
+    assert until(lambda: not stat(lab, "ct129", holder["pid"]))
 
 
 def test_dead_main_thread(lab: Lab) -> None:
@@ -217,7 +217,7 @@ def test_dead_main_thread(lab: Lab) -> None:
     assert not fuser(lab, "ct129", 0)
     assert sh(lab, "ct129", APPS) == f"{pid}, [No data], 5632\n"
     sh(lab, "ct129", f"kill -9 {pid}")
-    until(lambda: not any(used(lab, "ct129")))
+    assert until(lambda: not any(used(lab, "ct129")))
 
 
 def test_a_server_has_descriptors_and_mappings_like_a_cuda_process(lab: Lab) -> None:
@@ -267,12 +267,12 @@ def test_respawn(lab: Lab) -> None:
     supervisor = holder["helpers"][0]
     assert Path(f"/proc/{supervisor}/comm").read_text() == "serve-forever\n"
     sh(lab, "ct129", f"kill -9 {holder['pid']}")
-    until(lambda: fuser(lab, "ct129", 0) not in ([], [holder["pid"]]))
+    assert until(lambda: fuser(lab, "ct129", 0) not in ([], [holder["pid"]]))
     again = fuser(lab, "ct129", 0)[0]
-    until(lambda: lab.alive(holder["id"])[holder["id"]])
+    assert until(lambda: lab.alive(holder["id"])[holder["id"]])
     assert sh(lab, "ct129", f"ps -o comm= -p {again}") == "vllm\n"
     sh(lab, "ct129", f"kill -9 {again}")
-    until(lambda: process_state(supervisor) in ("", "Z"))
+    assert until(lambda: process_state(supervisor) in ("", "Z"))
 
 
 def test_respawn_for_ever_is_dropped_with_its_supervisor(lab: Lab) -> None:
@@ -305,8 +305,8 @@ def test_release_takes_its_time(lab: Lab) -> None:
     started = time.monotonic()
     after = sh(lab, "node1", f"kill -9 {holder['pid']}; {USED}").split()
     assert after[0] == "76115"  # one reading right after a kill proves nothing
-    until(lambda: not any(used(lab, "node1")))
-    assert 0.13 < time.monotonic() - started < 1.5
+    assert until(lambda: not any(used(lab, "node1")))
+    assert time.monotonic() - started > 0.13
 
 
 def test_slow_release_and_stuck(lab: Lab) -> None:
@@ -315,7 +315,7 @@ def test_slow_release_and_stuck(lab: Lab) -> None:
     lab.drop(holder["id"])
     time.sleep(0.3)
     assert used(lab, "ct130")[0] == 76115
-    until(lambda: not any(used(lab, "ct130")))
+    assert until(lambda: not any(used(lab, "ct130")))
     lab.fault("pve1:3", "stuck", "512")
     assert used(lab, "ct129") == [0, 0, 0, 512, 0, 0, 0, 0]
 
@@ -369,7 +369,7 @@ def test_hang_that_cannot_be_killed(lab: Lab) -> None:
     command += "ps -o stat= -p $!"
     assert sh(lab, "ct129", command).startswith("D")
     lab.heal()
-    until(lambda: not sh(lab, "ct129", "pgrep nvidia-smi"))
+    assert until(lambda: not sh(lab, "ct129", "pgrep nvidia-smi"))
     assert len(used(lab, "ct129")) == 8
 
 
@@ -469,8 +469,8 @@ def test_down_leaves_nothing_with_every_kind_alive() -> None:
     lab.inside("ct129", ["sh", "-c", "nvidia-smi >/dev/null 2>&1 & sleep 0.3"])
     sleeper = lab.popen(["ssh", "ct129", "sleep 60"])
     lab.down()
-    sleeper.wait(5)
-    assert no_leftovers(name)
+    sleeper.wait(PATIENCE)
+    assert left_behind(name) == []
 
 
 def test_down_after_a_crash_of_the_drivers() -> None:
@@ -491,7 +491,7 @@ def test_down_after_a_crash_of_the_drivers() -> None:
             call()
     assert lab.status()["hosts"]["node1"]["driver"] is None
     lab.down()
-    assert no_leftovers(name)
+    assert left_behind(name) == []
 
 
 @pytest.mark.parametrize("delay", [0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4])
@@ -504,7 +504,7 @@ def test_up_killed_in_the_middle(delay: float) -> None:
     process.kill()
     process.wait()
     Lab(name).down()
-    assert no_leftovers(name)
+    assert left_behind(name) == []
 
 
 def test_up_cleans_what_a_crash_left() -> None:
@@ -513,7 +513,7 @@ def test_up_cleans_what_a_crash_left() -> None:
     try:
         lab.up(cts="none", nodes=1)
         os.kill(lab.init("node1"), signal.SIGKILL)
-        until(lambda: not lab.init("node1"))
+        assert until(lambda: not lab.init("node1"))
         assert not lab.up(cts="none", nodes=1)["already_up"]
         assert len(used(lab, "node1")) == 8
     finally:

@@ -18,9 +18,10 @@ import pytest
 
 from tests.lab import Lab, LabError
 from tests.lab.linux import process_state
-from tests.lab.look import descriptors, fuser, mapped, no_leftovers, sh, until, used
+from tests.lab.look import descriptors, fuser, left_behind, mapped, sh, used
 from tests.lab.node import which_missing
 from tests.lab.systemd import INIT
+from tests.patience import until
 
 MISSING = [*which_missing(), *(name for name in ("podman", "runc") if not shutil.which(name))]
 pytestmark = [
@@ -42,7 +43,7 @@ def the_lab() -> Iterator[Lab]:
     print(f"up: {answer['seconds']} s")
     yield lab
     print(f"down: {lab.down()['seconds']} s")
-    assert no_leftovers(NAME)
+    assert left_behind(NAME) == []
 
 
 @pytest.fixture
@@ -50,7 +51,9 @@ def lab(the_lab: Lab) -> Iterator[Lab]:
     """The lab, without holders before and after."""
     yield the_lab
     the_lab.drop()
-    until(lambda: not any(used(the_lab, "pve1") + used(the_lab, "node1") + used(the_lab, "node9")))
+    assert until(
+        lambda: not any(used(the_lab, "pve1") + used(the_lab, "node1") + used(the_lab, "node9"))
+    )
 
 
 def cgroup(lab: Lab, host: str, pid: int) -> str:
@@ -83,10 +86,10 @@ def test_unit_comes_again_until_it_is_stopped(lab: Lab, host: str) -> None:
     line = sh(lab, host, f"ps -o user=,comm=,args= -p {holder['pid']}").split()
     assert line[:4] == ["alice", "vllm", "vllm", "-m"]
     sh(lab, host, f"kill -9 {holder['pid']}")
-    until(lambda: fuser(lab, host, 0) not in ([], [holder["pid"]]))
+    assert until(lambda: fuser(lab, host, 0) not in ([], [holder["pid"]]))
     assert sh(lab, host, "systemctl show -P NRestarts vllm").strip() == "1"
     sh(lab, host, "systemctl stop vllm")
-    until(lambda: not any(used(lab, host)))
+    assert until(lambda: not any(used(lab, host)))
     assert not lab.alive(holder["id"])[holder["id"]]
 
 
@@ -95,7 +98,7 @@ def test_unit_in_a_container_as_the_proxmox_host_sees_it(lab: Lab) -> None:
     path = "/lxc/131/ns/system.slice/vllm.service"
     assert cgroup(lab, "pve1", holder["node_pid"]) == path
     sh(lab, "ct131", f"kill -9 {holder['pid']}")
-    until(lambda: sh(lab, "ct131", "systemctl is-failed vllm").strip() == "failed")
+    assert until(lambda: sh(lab, "ct131", "systemctl is-failed vllm").strip() == "failed")
     assert not lab.alive(holder["id"])[holder["id"]]
 
 
@@ -110,7 +113,7 @@ def test_service_of_a_users_own_systemd(lab: Lab, host: str) -> None:
     assert sh(lab, host, f"ps -o args= -p {line[1]}").strip() == "/lib/systemd/systemd --user"
     assert len(mapped(lab, host, holder["pid"])) == 3
     sh(lab, host, f"kill -9 {holder['pid']}")
-    until(lambda: fuser(lab, host, 0) not in ([], [holder["pid"]]))
+    assert until(lambda: fuser(lab, host, 0) not in ([], [holder["pid"]]))
     lab.drop(holder["id"])
     assert not fuser(lab, host, 0)
 
@@ -122,7 +125,7 @@ def test_drop_of_a_unit_that_always_restarts_and_cannot_be_killed(lab: Lab) -> N
     assert process_state(holder["outer_pid"]) == "D"
     lab.drop(holder["id"])
     assert not Path(f"/proc/{holder['outer_pid']}").exists()
-    until(lambda: sh(lab, "node9", "systemctl is-active vllm").strip() != "deactivating")
+    assert until(lambda: sh(lab, "node9", "systemctl is-active vllm").strip() != "deactivating")
     assert not fuser(lab, "node9", 0)
     assert not sh(lab, "node9", "ls /etc/systemd/system/vllm.service")
 
@@ -177,8 +180,8 @@ def test_podman_container(lab: Lab, host: str, vantage: str) -> None:
 def test_podman_restarts_it_until_it_is_dropped(lab: Lab) -> None:
     holder = lab.hold("node1", gpus="0", podman="vllm", restart="always")
     os.kill(holder["outer_pid"], signal.SIGKILL)
-    until(lambda: not lab.alive(holder["id"])[holder["id"]])
-    until(lambda: lab.alive(holder["id"])[holder["id"]])
+    assert until(lambda: not lab.alive(holder["id"])[holder["id"]])
+    assert until(lambda: lab.alive(holder["id"])[holder["id"]])
     lab.drop(holder["id"])
     assert not sh(lab, "node1", "podman ps --all --quiet")
     assert not lab.alive(holder["id"])[holder["id"]]
@@ -224,7 +227,7 @@ def test_unprivileged_holder(lab: Lab, kind: str) -> None:
     assert ("c3:0" in numbers) == (kind != "mapped-only")
     sh(lab, "pve1", f"kill -9 {holder['node_pid']}")
     if kind != "unkillable":
-        until(lambda: not any(used(lab, "pve1")))
+        assert until(lambda: not any(used(lab, "pve1")))
     lab.drop(holder["id"])
     assert not process_state(holder["outer_pid"])
 
@@ -285,9 +288,9 @@ def test_mps_server_outlives_its_clients_until_it_is_told_to_quit(lab: Lab) -> N
     assert mps(lab, "ct129", "get_server_list") == (0, f"{server['pid']}\n")
     assert mps(lab, "ct129", f"get_client_list {server['pid']}") == (0, f"{client['pid']}\n")
     sh(lab, "ct129", f"kill -9 {client['pid']}")
-    until(lambda: used(lab, "ct129")[0] == 66)
+    assert until(lambda: used(lab, "ct129")[0] == 66)
     assert mps(lab, "ct129", "quit") == (0, "")
-    until(lambda: used(lab, "ct129")[0] == 0)
+    assert until(lambda: used(lab, "ct129")[0] == 0)
     assert not sh(lab, "ct129", "pgrep nvidia-cuda-mps")
 
 
@@ -299,7 +302,7 @@ def test_mps_quit_after_a_time_leaves_a_client_its_memory(lab: Lab) -> None:
     with pytest.raises(LabError, match="no more clients"):
         lab.hold("node1", mps_client=True)
     assert mps(lab, "node1", "quit -t 1") == (0, "")
-    until(lambda: used(lab, "node1")[0] == 21009)
+    assert until(lambda: used(lab, "node1")[0] == 21009)
     assert lab.alive(client["id"])[client["id"]]
 
 
@@ -307,9 +310,9 @@ def test_mps_server_that_was_killed_comes_with_the_next_client(lab: Lab) -> None
     server = lab.hold("node9", gpus="0", kind="mps", unit="nvidia-mps")
     assert cgroup(lab, "node9", server["pid"]) == "/system.slice/nvidia-mps.service"
     os.kill(server["outer_pid"], signal.SIGKILL)
-    until(lambda: not any(used(lab, "node9")))
+    assert until(lambda: not any(used(lab, "node9")))
     lab.hold("node9", gpus="0", mib=100, mps_client=True)
-    until(lambda: used(lab, "node9")[0] == 166)
+    assert until(lambda: used(lab, "node9")[0] == 166)
     with pytest.raises(LabError, match="no MPS control daemon"):
         lab.hold("ct131", mps_client=True)
 
@@ -324,4 +327,4 @@ def test_down_leaves_nothing_of_any_part() -> None:
         lab.hold(host, kind="mps")
         lab.hold(host, kind="unkillable")
     lab.down()
-    assert no_leftovers(name)
+    assert left_behind(name) == []

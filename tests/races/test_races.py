@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.lab.lab import Lab
+from tests.patience import until
 from tests.races import pids
 from tests.races.operators import WORKLOADS, Played, Site, signalled
 from tests.scenarios.runner import Process, Run
@@ -99,13 +100,12 @@ def test_notices_what_is_left(site: Site, monkeypatch: pytest.MonkeyPatch) -> No
     """A program of ours that goes on running on the node."""
     monkeypatch.setattr("tests.races.operators.PATIENCE", 0.3)
     played = Played(rounds=1)
-    program = ["timeout", "20", "python3", "-IS", "-"]
     process = Lab(site.lab.name).popen(
-        ["ssh", "pve1", " ".join(program)], stdin=-1, start_new_session=True
+        ["ssh", "pve1", "timeout 60 python3 -IS -"], stdin=-1, start_new_session=True
     )
     try:
-        while not site.world.ours():
-            assert process.poll() is None
+        # The shell that starts it has these words too, and is gone a moment later.
+        assert until(lambda: any(each.endswith(": python3 -IS -") for each in site.world.ours()))
         site.gone(played, 0)
     finally:
         process.communicate()  # its input ends, and so does it

@@ -26,6 +26,7 @@ from typing import Any
 from tests.lab import linux
 from tests.lab.lab import Lab, in_host, is_there, wait_until
 from tests.lab.plan import LabError
+from tests.patience import PATIENCE, until
 from tests.scenarios.scenario import Outcome, Scenario
 from tests.wrapper import matrix
 
@@ -194,10 +195,10 @@ class World:
         unit = self.lab.has_systemd(name)
         script += SSHD_LOG_UNIT if unit else "kill -HUP $(cat /run/sshd.pid)"
         self.lab.inside(name, ["sh", "-c", script], check=True)
-        until = time.monotonic() + 10
-        while not log.exists() or log.read_text().count("Server listening") < (1 if unit else 3):
-            assert time.monotonic() < until, f"sshd of {name} did not restart"
-            time.sleep(0.01)
+        lines = 1 if unit else 3
+        assert until(lambda: log.exists() and log.read_text().count("Server listening") >= lines), (
+            f"sshd of {name} did not restart"
+        )
 
     def sshd_log(self, name: str) -> Path:
         """What the machine's sshd says, from outside."""
@@ -288,8 +289,8 @@ class World:
 
         before = set(self.processes(name))
         assert in_host(self.lab.running_init(name), place, body) == 0
-        until = time.monotonic() + 5
-        while time.monotonic() < until:
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
             for pid in set(self.processes(name)) - before:
                 if command_line(pid) == f"{title} 86400":
                     return pid
@@ -321,8 +322,8 @@ class World:
 
     def settle(self, without: str | None) -> None:
         """Wait until no memory is in use but the neighbour's."""
-        until = time.monotonic() + 15
-        while time.monotonic() < until:
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
             busy = [
                 name
                 for name, used in self.used().items()
@@ -685,13 +686,13 @@ class Check:
 
     def leftovers(self) -> None:
         """Nothing of ours stays on any machine."""
-        until = time.monotonic() + 3
+        end = time.monotonic() + PATIENCE
         while True:
             left = self.world.ours()
             for word, most in self.outcome.leaves.items():
                 allowed = [each for each in left if word in each][:most]
                 left = [each for each in left if each not in allowed]
-            if not left or time.monotonic() > until:
+            if not left or time.monotonic() > end:
                 break
             time.sleep(0.02)
         self.problems += [f"left behind on {each}" for each in left]

@@ -30,6 +30,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     work,
 )
 from ansible_collections.gpuops.gpu.plugins.plugin_utils import batch
+from tests.patience import PATIENCE
 
 GPU = "0, GPU-1, 00000000:00:06.0, {}, 143771, 616, 0, 31, P0, 580.159.04, NVIDIA H200"
 CLEAN = f"""#!/bin/sh
@@ -634,7 +635,7 @@ def test_a_target_whose_work_does_not_end_is_unknown_and_delays_no_other(
     names = ["one", "stuck", "two"]
     request = {"verb": "state", "targets": [{"name": name} for name in names], "earlier": {}}
     answer = program.run(request)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE
     words = {name: host["verdict"] for name, host in answer["hosts"].items()}
     assert words == {"one": "clean", "stuck": "unknown", "two": "clean"}
     late = answer["hosts"]["stuck"]
@@ -670,7 +671,7 @@ def test_a_host_that_never_answers_fails_as_such(
     before = signal.getsignal(signal.SIGALRM)
     began = time.monotonic()
     answer = made.execute(TARGETS, {})
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE
     assert answer["failed"] is True
     assert answer["msg"].startswith("pve1 gave no answer within 0.3 s and was given up")
     assert ended == ["ended"]
@@ -716,6 +717,8 @@ try:
         child.wait()
 except batch.Overdue:
     print("overdue", flush=True)
+if sys.argv[1] == "leads":
+    child.wait(20)
 time.sleep(0.2)
 print(child.poll())
 child.kill()

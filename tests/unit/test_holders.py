@@ -19,6 +19,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import holders
+from tests.patience import PATIENCE, until
 
 Python = Callable[..., subprocess.Popen[str]]
 
@@ -159,13 +160,6 @@ end_this_thread()
 )
 
 
-def until(true: Callable[[], bool], seconds: float = 2.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
-
-
 def main_thread_is_dead(pid: int) -> bool:
     return (holders.stat_fields(pid) or [""])[0] == "Z"
 
@@ -285,7 +279,7 @@ while True:
     assert child.stdin is not None
     child.stdin.close()
     child.stdin = None
-    assert child.wait(10) == 0
+    assert child.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize(("deep", "times"), [(False, 50), (True, 15)])
@@ -359,7 +353,7 @@ def test_a_process_that_blocks_the_look_hides_nobody(
     monkeypatch.setattr(holders, "LOOK_PATIENCE", 0.4)
     began = time.monotonic()
     scan = holders.scan(DEVICES, deep, pids)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < PATIENCE
     # Also the one that blocks it: its descriptors were seen before.
     assert {pid: holder.gpus for pid, holder in scan.holders.items()} == {pid: {1} for pid in pids}
     assert scan.skipped == {pids[stuck]}
@@ -386,7 +380,7 @@ def test_a_look_has_an_end_and_names_whom_it_did_not_reach(
     monkeypatch.setattr(holders, "_look_at", lambda *_: time.sleep(60))
     began = time.monotonic()
     scan = holders.scan(DEVICES, pids=[1, 2, 3], limit=0.2)
-    assert 0.15 < time.monotonic() - began < 1.5
+    assert 0.15 < time.monotonic() - began < PATIENCE
     assert (scan.skipped, scan.holders) == ({1, 2, 3}, {})
     assert len(workers) == 1
 

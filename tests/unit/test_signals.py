@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import holders, signals
+from tests.patience import PATIENCE, until
 
 Python = Callable[..., subprocess.Popen[str]]
 Start = Callable[[int], int]
@@ -52,13 +53,6 @@ def grip(way: str) -> Iterator[Take]:
         assert each.handle == -1
 
 
-def until(true: Callable[[], bool], seconds: float = 2.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
-
-
 def state(pid: int) -> str:
     return (holders.stat_fields(pid) or ["gone"])[0]
 
@@ -74,7 +68,7 @@ def test_the_signal_reaches_the_process_that_was_seen(
     assert held.same()
     assert not held.ended()
     assert held.send(name) == "sent"
-    assert child.wait(2) == -getattr(signal, f"SIG{name}")
+    assert child.wait(PATIENCE) == -getattr(signal, f"SIG{name}")
     assert held.ended()
     assert held.send(name) == "gone"
     assert not held.same()
@@ -190,7 +184,7 @@ def test_a_process_that_is_stopped_has_not_ended(
     assert until(lambda: state(child.pid) == "T")
     assert not held.ended()
     assert held.send("KILL") == "sent"
-    assert child.wait(2) == -signal.SIGKILL
+    assert child.wait(PATIENCE) == -signal.SIGKILL
     assert held.ended()
 
 
@@ -204,7 +198,7 @@ def test_threads_that_live_on_keep_a_process_from_having_ended(
     assert not held.ended()
     assert held.send("KILL") == "sent"
     assert until(held.ended)
-    assert child.wait(2) == -signal.SIGKILL
+    assert child.wait(PATIENCE) == -signal.SIGKILL
 
 
 def test_a_process_that_ignores_the_signal_has_not_ended(
@@ -365,7 +359,7 @@ def test_mappings_that_cannot_be_read_are_not_waited_for(
     monkeypatch.setattr(signals, "MAPS_LIMIT", 0.2)
     began = time.monotonic()
     assert signals.why_stuck(child.pid)["state"] in "SR"
-    assert 0.15 < time.monotonic() - began < 2
+    assert 0.15 < time.monotonic() - began < PATIENCE
 
 
 REMOTE = (
@@ -489,6 +483,6 @@ def test_a_process_that_is_really_frozen(python: Python, start_of: Start) -> Non
         assert why["mounts"].endswith(f"{group.name}/freezer.state")
     finally:
         (group / "freezer.state").write_text("THAWED")
-        assert child.wait(5) == -signal.SIGKILL
+        assert child.wait(PATIENCE) == -signal.SIGKILL
         until(lambda: (group / "cgroup.procs").read_text() == "")
         group.rmdir()
