@@ -14,10 +14,9 @@ from __future__ import annotations
 import _thread
 import os
 import re
-import signal
 import time
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import deadline, owners
+from ansible_collections.gpuops.gpu.plugins.module_utils import commands, deadline, owners
 
 GPU_FIELDS = (
     "index",
@@ -77,14 +76,6 @@ LOOP_MS = 100
 
 # No answer is longer, not even with a thousand processes; more is a tool gone mad.
 MOST_BYTES = 4 << 20
-
-# A minimal environment: `pct exec` keeps the node's by default, and a foreign locale
-# would translate the texts of the shell.
-SESSION_ENV = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "LC_ALL": "C",
-    "HOME": "/",
-}
 
 # Seconds that the first reader of a batch is given before the others start, unless it sits in the
 # kernel; a reading takes 25 ms.
@@ -331,7 +322,7 @@ class Session:
         if not self.lost:
             script = SESSION_SCRIPT.replace("MARK", self._mark)
             try:
-                self.pid, self._write, self._read = start([*prefix, "sh", "-c", script])
+                self.pid, self._write, self._read = commands.start([*prefix, "sh", "-c", script])
             except OSError:
                 self.lost = "there is no command '%s' to reach %s with" % (prefix[0], place)
 
@@ -428,15 +419,15 @@ class Session:
 
     def _abandon(self, why: str) -> None:
         self.lost = "%s: %s" % (self.place, why)
-        kill(self.pid)
+        commands.kill(self.pid)
 
     def close(self) -> None:
         """End the shell, and with it a call whose answer nobody needs; never wait.
 
         Such a call outlived this program otherwise, and the next rung's took it for a holder.
         """
-        kill(self.pid)
-        close(self.pid, self._write, self._read)
+        commands.kill(self.pid)
+        commands.close(self.pid, self._write, self._read)
 
 
 class Loop:
@@ -462,7 +453,7 @@ class Loop:
         if not self.over:
             argv = [*session.prefix, "nvidia-smi", *QUERY_GPUS, "-lms", str(LOOP_MS)]
             try:
-                self._pid, self._write, self._read = start(argv)
+                self._pid, self._write, self._read = commands.start(argv)
             except OSError:
                 self.over = True
 
@@ -497,59 +488,8 @@ class Loop:
 
     def close(self) -> None:
         """End it; never wait."""
-        kill(self._pid)
-        close(self._pid, self._write, self._read)
-
-
-def start(argv: list[str]) -> tuple[int, int, int]:
-    """Start a reader in a session of its own: its PID, its input, and its output with its errors.
-
-    :raises OSError: there is no such command.
-    """
-    ask_end, write = os.pipe()
-    read, answer_end = os.pipe()
-    try:
-        pid = os.posix_spawnp(
-            argv[0],
-            argv,
-            SESSION_ENV,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, ask_end, 0),
-                (os.POSIX_SPAWN_DUP2, answer_end, 1),
-                (os.POSIX_SPAWN_DUP2, answer_end, 2),
-            ],
-            setsid=True,
-            # Python ignores SIGPIPE, and children would inherit that.
-            setsigdef=[signal.SIGPIPE],
-        )
-    except OSError:
-        close(0, write, read)
-        raise
-    finally:
-        os.close(ask_end)
-        os.close(answer_end)
-    return pid, write, read
-
-
-def kill(pid: int) -> None:
-    """Kill a reader and what it started; a call that hangs in the driver does not die of it."""
-    if pid:
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except OSError:
-            pass
-
-
-def close(pid: int, *ends: int) -> None:
-    """Close the pipes of a reader; reap it if it is already gone, never wait."""
-    for end in ends:
-        if end >= 0:
-            os.close(end)
-    if pid:
-        try:
-            os.waitpid(pid, os.WNOHANG)
-        except OSError:
-            pass
+        commands.kill(self._pid)
+        commands.close(self._pid, self._write, self._read)
 
 
 # What a look at a target asks at once, before anything else is known: how many GPUs there should

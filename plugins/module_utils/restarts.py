@@ -5,16 +5,9 @@
 
 from __future__ import annotations
 
-import os
-import time
+import re
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import (
-    deadline,
-    holders,
-    nvidia_smi,
-    owners,
-    verdict,
-)
+from ansible_collections.gpuops.gpu.plugins.module_utils import commands, holders, owners, verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing takes a quarter as long to import as Python takes to start
@@ -35,6 +28,10 @@ ASK_TIMEOUT = 2.0
 ADOPTERS = ("init", "tini", "dumb-init", "docker-init", "catatonit", "pause", "systemd")
 
 UNITS = ("unit", "user unit")
+UNIT_STATE = "ActiveState,SubState,Restart"
+# The kernel's overflow group: whoever asks in a user's name needs none.
+NO_GROUP = "65534"
+
 RUNTIMES = ("docker", "podman")
 # Policies that start a container again whatever its exit code.
 ALWAYS = ("always", "unless-stopped")
@@ -108,7 +105,8 @@ def supervisor(holder: holders.Holder) -> tuple[str, str]:
     if nearest.kind == "unit":
         return "systemd", "run systemctl stop %s first" % nearest.id
     if nearest.kind == "user unit":
-        return "systemd", "run systemctl --user stop %s first" % nearest.id
+        stop = "as user %s run systemctl --user stop %s first"
+        return "systemd", stop % (_user(holder), nearest.id)
     return "a supervisor that is not its parent", "find and stop that first"
 
 
@@ -116,48 +114,43 @@ def pending(holder: holders.Holder) -> str:
     """What is about to start this ended holder again, in words, or ``""`` if nothing is known to.
 
     A service manager may wait longer before it does (``RestartSec=``) or prepare longer
-    (``ExecStartPre=``) than anybody watches. systemd is asked about units of the system, docker and
-    podman about their containers, of this node and in its LXC containers; what does not answer in
-    time, and the units of users, are not known. Never raises.
+    (``ExecStartPre=``) than anybody watches. systemd, a user's own too, is asked about its units,
+    docker and podman about their containers, of this node and in its LXC containers; of what does
+    not answer in time nothing is known. Never raises.
     """
     nearest, owner = _nearest(holder), holder.owner
     reach = ["lxc-attach", "-n", owner.id, "--"] if owner.kind == "lxc" else []
     if owner.by_namespace:
         return ""  # Its control group is one of the node, which is not where it was started.
-    if nearest.kind == "unit" and (reach or not owner.fenced):
-        properties = "ActiveState,SubState,Restart"
-        answer = _ask([*reach, "systemctl", "show", "-p", properties, "--", nearest.id])
+    if nearest.kind in UNITS and (reach or not owner.fenced):
+        uid = _user(holder) if nearest.kind == "user unit" else ""
+        ask = [*reach, *_systemctl(uid), "show", "-p", UNIT_STATE, "--", nearest.id]
+        answer = commands.answer_of(ask, ASK_TIMEOUT)
         state = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
         active, restart = state.get("ActiveState"), state.get("Restart", "no")
         if active == "activating" or (active == "deactivating" and restart != "no"):
             return "systemd, unit %s is in state %s" % (nearest.id, state.get("SubState", active))
     if nearest.kind in RUNTIMES:
         form = "{{.State.Status}} {{.HostConfig.RestartPolicy.Name}}"
-        answer = _ask([*reach, nearest.kind, "inspect", "--format", form, nearest.id])
+        ask = [*reach, nearest.kind, "inspect", "--format", form, nearest.id]
+        answer = commands.answer_of(ask, ASK_TIMEOUT)
         status, _, policy = answer.strip().partition(" ")
         if status == "restarting" or (status == "exited" and policy in ALWAYS):
             return "%s, container %s is %s" % (nearest.kind, nearest.id[:12], status)
     return ""
 
 
-def _ask(argv: list[str]) -> str:
-    """What a command answers in time, else ``""``; it is abandoned then, and never waited for."""
-    try:
-        pid, write, read = nvidia_smi.start(argv)
-    except OSError:
-        return ""
-    until = time.monotonic() + ASK_TIMEOUT
-    answer = b""
-    while deadline.readable(read, until - time.monotonic()):
-        more = os.read(read, 4096)
-        if not more:
-            break
-        answer += more
-    else:
-        answer = b""
-        nvidia_smi.kill(pid)
-    nvidia_smi.close(pid, write, read)
-    return answer.decode("utf-8", "replace")
+def _user(holder: holders.Holder) -> str:
+    """The number of the user whose own systemd has started this unit."""
+    return str(re.findall(r"/user@(\d+)\.service/", holder.cgroup or "")[-1])
+
+
+def _systemctl(uid: str) -> list[str]:
+    """How systemd is asked; a user's own answers nobody but that user."""
+    if not uid:
+        return ["systemctl"]
+    become = ["setpriv", "--reuid=" + uid, "--regid=" + NO_GROUP, "--clear-groups"]
+    return [*become, "env", "XDG_RUNTIME_DIR=/run/user/" + uid, "systemctl", "--user"]
 
 
 def _nearest(holder: holders.Holder) -> owners.Owner:

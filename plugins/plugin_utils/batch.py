@@ -33,7 +33,7 @@ PACKAGE = "ansible_collections.gpuops.gpu.plugins.module_utils"
 # Seconds that an answer may come later than its program's own deadline: connecting takes some.
 ON_THE_WAY = 20.0
 # In the order in which they import each other.
-READERS = ("deadline", "owners", "nvidia_smi")
+READERS = ("deadline", "commands", "owners", "nvidia_smi")
 REST = ("holders", "signals", "turns", "verdict", "node", "restarts", "work", "program")
 SENTINEL = "gpuops-answer "
 

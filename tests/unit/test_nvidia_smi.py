@@ -15,7 +15,12 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import deadline, nvidia_smi, verdict
+from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    commands,
+    deadline,
+    nvidia_smi,
+    verdict,
+)
 from tests.patience import PATIENCE, until
 
 Capture = Callable[[str], str]
@@ -795,7 +800,7 @@ class Batch:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.readers: nvidia_smi.Readers | None = None
-        patch.setitem(nvidia_smi.SESSION_ENV, "PATH", f"{folder}:/usr/bin:/bin")
+        patch.setitem(commands.ENVIRONMENT, "PATH", f"{folder}:/usr/bin:/bin")
 
     def start(self, script: str, count: int, timeout: float = 5.0) -> nvidia_smi.Readers:
         tool = self.folder / "nvidia-smi"
@@ -815,7 +820,7 @@ class Batch:
                 session.answer()
             found.append(session.gpus())
             session.drop_answers()
-            nvidia_smi.kill(session.pid)
+            commands.kill(session.pid)
             session.close()
         return found
 

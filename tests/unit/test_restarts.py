@@ -179,7 +179,7 @@ def test_who_is_to_be_ended_too_restarts_nothing(
             "systemd",
             9,
             "systemd",
-            "systemctl --user stop a.service",
+            "as user 0 run systemctl --user stop a.service",
         ),
         (f"/docker/{H}", "containerd-shim", 40, f"docker {H[:12]}", f"docker stop {H[:12]}"),
         (
@@ -247,6 +247,24 @@ def test_a_unit_that_is_about_to_start_again(
     assert said.read_text() == (f"-n {vmid} -- systemctl {asked}" if vmid else asked)
 
 
+@pytest.mark.parametrize("vmid", ["", "131"])
+def test_a_users_own_systemd_is_asked_in_that_users_name(
+    fake: Callable[[str, str], Path], vmid: str
+) -> None:
+    said = fake(
+        "lxc-attach" if vmid else "setpriv",
+        "printf 'ActiveState=activating\\nSubState=auto-restart\\n'",
+    )
+    unit = "/user.slice/user-1000.slice/user@1000.service/app.slice/vllm.service"
+    found = restarts.pending(in_group(f"/lxc/{vmid}/ns{unit}" if vmid else unit))
+    assert found == "systemd, unit vllm.service is in state auto-restart"
+    asked = (
+        "--reuid=1000 --regid=65534 --clear-groups env XDG_RUNTIME_DIR=/run/user/1000 "
+        "systemctl --user show -p ActiveState,SubState,Restart -- vllm.service\n"
+    )
+    assert said.read_text() == (f"-n {vmid} -- setpriv {asked}" if vmid else asked)
+
+
 @pytest.mark.parametrize(
     ("status", "policy", "expected"),
     [
@@ -270,16 +288,16 @@ def test_a_container_that_is_about_to_start_again(
 
 def test_nobody_is_asked_about_what_is_not_his(fake: Callable[[str, str], Path]) -> None:
     said = [
-        fake(name, "printf 'ActiveState=activating\\n'") for name in ("systemctl", "lxc-attach")
+        fake(name, "printf 'ActiveState=activating\\n'")
+        for name in ("systemctl", "lxc-attach", "setpriv")
     ]
     escaped = in_group(VLLM)
     escaped.owner = owners.Owner("lxc", "131", "PID namespace 7", by_namespace=True)
-    user = "/user.slice/user-0.slice/user@0.service/app.slice/a.service"
     for holder in (
         escaped,
-        # A unit in a container that has no manager we can reach; a user's; none at all.
+        # A unit in a container that has no manager we can reach, a user's too; none at all.
         in_group(f"/default/{H}{VLLM}"),
-        in_group(user),
+        in_group(f"/default/{H}/user.slice/user-0.slice/user@0.service/app.slice/a.service"),
         in_group("/user.slice/user-0.slice/session-1.scope"),
         in_group("/"),
         there(9, 900),
