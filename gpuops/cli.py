@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -339,6 +340,7 @@ def _leave(code: int) -> NoReturn:
         sys.stdout.flush()
     except (OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    gc.freeze()  # Python would look through all of it for garbage before it ends
     sys.exit(code)
 
 

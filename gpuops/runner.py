@@ -35,6 +35,7 @@ PATIENCE = 5.0
 
 # For those who have no configuration of Ansible at all; the ansible.cfg of the checkout says why.
 DEFAULTS = {
+    "ANSIBLE_CALLBACKS_ENABLED": "gpuops.gpu.quick_end",
     "ANSIBLE_FORKS": "50",
     "ANSIBLE_PIPELINING": "True",
     "ANSIBLE_PYTHON_INTERPRETER": "/usr/bin/python3",
@@ -150,7 +151,7 @@ def versions() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """What Ansible needs beside the environment as it is."""
-    added = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0", "PYTHONUNBUFFERED": "1"} | STRICT
+    added = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0"} | STRICT
     if not _configured():
         added |= {name: value for name, value in DEFAULTS.items() if name not in os.environ}
     if (ROOT / "collections").is_dir():  # a checkout, installed or not

@@ -37,8 +37,8 @@ class CallbackModule(Everything):  # type: ignore[misc]
             super().v2_runner_on_start(host, task)
 
     def v2_runner_on_ok(self, result: Any) -> None:
-        """Ours."""
-        if result.task.resolved_action.startswith(OURS):
+        """Ours; of a loop each turn has been said already."""
+        if result.task.resolved_action.startswith(OURS) and not result.task.loop:
             super().v2_runner_on_ok(result)
 
     def v2_runner_on_skipped(self, result: Any) -> None:
