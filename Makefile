@@ -16,11 +16,13 @@ export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/collections
 
 MODULES = $(patsubst plugins/modules/%.py,gpuops.gpu.%,$(wildcard plugins/modules/[!_]*.py))
 ROLES = $(patsubst roles/%/,gpuops.gpu.%,$(wildcard roles/*/))
-CALLBACKS = $(patsubst plugins/callback/%.py,gpuops.gpu.%,$(wildcard plugins/callback/[!_]*.py))
+# Other plugins, as KIND:NAME.
+PLUGINS = $(foreach kind,callback filter,\
+  $(patsubst plugins/$(kind)/%.py,$(kind):gpuops.gpu.%,$(wildcard plugins/$(kind)/[!_]*.py)))
 
-# For each module, role and callback: a command that uses $$kind and $$name. ansible-doc exits 0 for a name
+# For each module, role and plugin: a command that uses $$kind and $$name. ansible-doc exits 0 for a name
 # that it does not know, so its output has to be looked at too.
-document = for each in $(MODULES:%=module:%) $(ROLES:%=role:%) $(CALLBACKS:%=callback:%); do kind=$${each%%:*} name=$${each\#*:}; $(1); done
+document = for each in $(MODULES:%=module:%) $(ROLES:%=role:%) $(PLUGINS); do kind=$${each%%:*} name=$${each\#*:}; $(1); done
 
 .PHONY: help setup packages lint test unit demo bench races gpu-test docs wheel clean
 
@@ -85,7 +87,7 @@ races: setup ## the race tests with their full numbers, 15 minutes; writes docs/
 gpu-test: ## tests on a real NVIDIA GPU (root, idle GPU, no network); writes docs/real-gpu.md
 	bash tests/gpu/run.sh $(PYTEST_ARGS)
 
-docs: setup ## print the documentation of every module, role and callback
+docs: setup ## print the documentation of every module, role and plugin
 	@$(call document,$(BIN)/ansible-doc -t $$kind $$name)
 
 wheel: setup ## build wheel and source distribution into dist/

@@ -20,6 +20,7 @@ from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.connection import local
 
 from ansible_collections.gpuops.gpu.plugins.action import gpu_release, gpu_state
+from ansible_collections.gpuops.gpu.plugins.filter import of_host
 from ansible_collections.gpuops.gpu.plugins.module_utils import (
     arguments,
     deadline,
@@ -288,7 +289,31 @@ def host(verdict: str, name: str = "ct129", **more: Any) -> dict[str, Any]:
 
 def taken(batch_result: Any, kind: Any = gpu_release, name: str = "ct129") -> dict[str, Any]:
     found: dict[str, Any] = action(kind, {}).take(batch_result, name)
+    # The roles hand over only what the filter leaves of it.
+    assert action(kind, {}).take(of_host.of_host(batch_result, name), name) == found
     return found
+
+
+def test_a_host_renders_nothing_of_the_others_but_whether_they_are_clean() -> None:
+    found = of_host.of_host(
+        {
+            "results": [
+                {"hosts": {"ct129": host("held"), "ct130": host("clean", "ct130")}, "seconds": 1.0},
+                {"hosts": {"ct130": host("clean", "ct130")}, "invocation": {"targets": [1] * 40}},
+                {"unreachable": True, "msg": "no route", "item": {"name": "kill"}},
+            ],
+            "msg": "All items completed",
+        },
+        "ct129",
+    )
+    other = {"verdict": "clean", "proved_at": 1000.0}
+    assert found == {
+        "results": [
+            {"hosts": {"ct129": host("held"), "ct130": other}},
+            {"hosts": {"ct130": other}},
+            {"unreachable": True, "msg": "no route"},
+        ]
+    }
 
 
 def test_a_host_takes_its_own_reading_and_nobody_elses() -> None:
