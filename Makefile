@@ -59,7 +59,7 @@ $(STAMP): pyproject.toml gpuops/_version.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'; \
 	touch $@
 
-lint: setup ## ruff, mypy, ansible-lint, and everything that Ansible can document is documented
+lint: setup ## ruff, mypy, ansible-lint, and everything in the collection has documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy gpuops $(wildcard collections/ansible_collections/gpuops/gpu/plugins/module_utils)

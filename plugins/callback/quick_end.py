@@ -15,9 +15,9 @@ name: quick_end
 type: aggregate
 short_description: Let Ansible end as soon as it has said everything
 description:
-  - When Python ends it looks for garbage among everything that Ansible has loaded, which takes as
-    long as a look at the GPUs of a host. This callback takes all that out of the search once the
-    recap has been printed. It says nothing and changes nothing of the run.
+  - When Python ends it looks for garbage among everything that Ansible has loaded, which takes some
+    tenths of a second. This callback takes all that out of the search once the recap has been
+    printed. It says nothing and changes nothing of the run.
   - What other plugins have to do at the end they do; only a file that one of them has neither
     closed nor flushed may lose its last words.
 requirements:

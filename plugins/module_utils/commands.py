@@ -20,6 +20,10 @@ ENVIRONMENT = {
 }
 
 
+# No answer of a few lines is longer; more is a command gone mad.
+MOST_BYTES = 1 << 16
+
+
 def start(argv: list[str]) -> tuple[int, int, int]:
     """Start a command in a session of its own: its PID, its input, and its output with its errors.
 
@@ -72,14 +76,17 @@ def close(pid: int, *ends: int) -> None:
 
 
 def answer_of(argv: list[str], seconds: float) -> str:
-    """What a command says within ``seconds``, else ``""``; then it is killed and not waited for."""
+    """What a command says, if it ends within ``seconds`` and is not too long, else ``""``.
+
+    If not it is killed, and not waited for.
+    """
     try:
         pid, write, read = start(argv)
     except OSError:
         return ""
     until = time.monotonic() + seconds
     answer = b""
-    while deadline.readable(read, until - time.monotonic()):
+    while len(answer) <= MOST_BYTES and deadline.readable(read, until - time.monotonic()):
         more = os.read(read, 4096)
         if not more:
             break

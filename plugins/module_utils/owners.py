@@ -31,6 +31,7 @@ FENCES = (*CONTAINERS, *JOBS, "vm", "pidns")
 _HEX64 = r"([0-9a-f]{64})"
 _POD = r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32})"
 _UNIT = r"([^/]+\.(?:service|scope))(?:/|$)"
+_USER_MANAGER = r"/user@%s\.service/(?:[^/]+\.slice/)*"
 # A colon stands in the names that runc writes where systemd was to make the group and did not.
 _PATTERNS = [
     # Proxmox's containers and those of root lie at the top: a user may call a group of his own
@@ -60,7 +61,7 @@ _PATTERNS = [
     # With cgroupfs podman's pods are called by nothing but their number, too.
     ("containerd", re.compile(r"(?<!/libpod_parent)/" + _HEX64 + r"(?:/|$)")),
     ("user", re.compile(r"/user-(\d+)\.slice(?:/|$)")),
-    ("user unit", re.compile(r"/user@\d+\.service/(?:[^/]+\.slice/)*" + _UNIT)),
+    ("user unit", re.compile(_USER_MANAGER % r"\d+" + _UNIT)),
     ("unit", re.compile(r"/(?:(?!user-)[^/]+\.slice/)+" + _UNIT)),
 ]
 
@@ -206,6 +207,12 @@ def innermost(text: str) -> Owner | None:
             if match and (best is None or (match.start(1), -rank) > best):
                 best, found = (match.start(1), -rank), Owner(kind, match.group(1), "cgroup " + path)
     return found
+
+
+def user_of(unit: Owner) -> str:
+    """The number of the user whose own systemd has started a ``user unit``."""
+    found = re.search(_USER_MANAGER % r"(\d+)" + _UNIT, unit.evidence)
+    return found.group(1) if found else ""
 
 
 def pod_of(text: str, root: str = "/") -> str:

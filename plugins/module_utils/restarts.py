@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import re
+import time
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import commands, holders, owners, verdict
 
@@ -33,6 +33,7 @@ UNIT_STATE = "ActiveState,SubState,Restart"
 NO_GROUP = "65534"
 
 RUNTIMES = ("docker", "podman")
+CONTAINER_STATE = "{{.State.Status}} {{.HostConfig.RestartPolicy.Name}}"
 # Policies that start a container again whatever its exit code.
 ALWAYS = ("always", "unless-stopped")
 
@@ -105,50 +106,65 @@ def supervisor(holder: holders.Holder) -> tuple[str, str]:
     if nearest.kind == "unit":
         return "systemd", "run systemctl stop %s first" % nearest.id
     if nearest.kind == "user unit":
-        stop = "as user %s run systemctl --user stop %s first"
-        return "systemd", stop % (_user(holder), nearest.id)
+        uid = owners.user_of(nearest)
+        how = "as user %s, with XDG_RUNTIME_DIR=/run/user/%s, run systemctl --user stop %s first"
+        return "systemd", how % (uid, uid, nearest.id)
     return "a supervisor that is not its parent", "find and stop that first"
 
 
-def pending(holder: holders.Holder) -> str:
-    """What is about to start this ended holder again, in words, or ``""`` if nothing is known to.
+def pending(ended: list[holders.Holder]) -> tuple[holders.Holder, str] | None:
+    """One of these ended holders that something is about to start again, and what does, in words.
 
     A service manager may wait longer before it does (``RestartSec=``) or prepare longer
     (``ExecStartPre=``) than anybody watches. systemd, a user's own too, is asked about its units,
-    docker and podman about their containers, of this node and in its LXC containers; of what does
-    not answer in time nothing is known. Never raises.
+    docker and podman about their containers, of this node and in its LXC containers; of what has
+    not answered within ``ASK_TIMEOUT``, all of them together, nothing is known. Never raises.
     """
+    until = time.monotonic() + ASK_TIMEOUT
+    asked = set()
+    for holder in ended:
+        question = tuple(_question(holder))
+        left = until - time.monotonic()
+        if question and question not in asked and left > 0:
+            asked.add(question)
+            by = _who_restarts(_nearest(holder), commands.answer_of(list(question), left))
+            if by:
+                return holder, by
+    return None
+
+
+def _question(holder: holders.Holder) -> list[str]:
+    """The command that asks what becomes of its unit or container; empty if nobody can be asked."""
     nearest, owner = _nearest(holder), holder.owner
-    reach = ["lxc-attach", "-n", owner.id, "--"] if owner.kind == "lxc" else []
     if owner.by_namespace:
-        return ""  # Its control group is one of the node, which is not where it was started.
+        return []  # Its control group is one of the node, which is not where it was started.
+    reach = ["lxc-attach", "-n", owner.id, "--"] if owner.kind == "lxc" else []
     if nearest.kind in UNITS and (reach or not owner.fenced):
-        uid = _user(holder) if nearest.kind == "user unit" else ""
-        ask = [*reach, *_systemctl(uid), "show", "-p", UNIT_STATE, "--", nearest.id]
-        answer = commands.answer_of(ask, ASK_TIMEOUT)
+        return [*reach, *_systemctl(nearest), "show", "-p", UNIT_STATE, "--", nearest.id]
+    if nearest.kind in RUNTIMES:
+        return [*reach, nearest.kind, "inspect", "--format", CONTAINER_STATE, nearest.id]
+    return []
+
+
+def _who_restarts(nearest: owners.Owner, answer: str) -> str:
+    """What is about to start the unit or container again by this answer, in words, or ``""``."""
+    if nearest.kind in UNITS:
         state = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
         active, restart = state.get("ActiveState"), state.get("Restart", "no")
         if active == "activating" or (active == "deactivating" and restart != "no"):
             return "systemd, unit %s is in state %s" % (nearest.id, state.get("SubState", active))
-    if nearest.kind in RUNTIMES:
-        form = "{{.State.Status}} {{.HostConfig.RestartPolicy.Name}}"
-        ask = [*reach, nearest.kind, "inspect", "--format", form, nearest.id]
-        answer = commands.answer_of(ask, ASK_TIMEOUT)
-        status, _, policy = answer.strip().partition(" ")
-        if status == "restarting" or (status == "exited" and policy in ALWAYS):
-            return "%s, container %s is %s" % (nearest.kind, nearest.id[:12], status)
+        return ""
+    status, _, policy = answer.strip().partition(" ")
+    if status == "restarting" or (status == "exited" and policy in ALWAYS):
+        return "%s, container %s is %s" % (nearest.kind, nearest.id[:12], status)
     return ""
 
 
-def _user(holder: holders.Holder) -> str:
-    """The number of the user whose own systemd has started this unit."""
-    return str(re.findall(r"/user@(\d+)\.service/", holder.cgroup or "")[-1])
-
-
-def _systemctl(uid: str) -> list[str]:
-    """How systemd is asked; a user's own answers nobody but that user."""
-    if not uid:
+def _systemctl(unit: owners.Owner) -> list[str]:
+    """How the systemd of this unit is asked; a user's own answers nobody but that user."""
+    if unit.kind == "unit":
         return ["systemctl"]
+    uid = owners.user_of(unit)
     become = ["setpriv", "--reuid=" + uid, "--regid=" + NO_GROUP, "--clear-groups"]
     return [*become, "env", "XDG_RUNTIME_DIR=/run/user/" + uid, "systemctl", "--user"]
 

@@ -288,11 +288,11 @@ class Work:
 
     def restarting(self, ended: list[holders.Holder]) -> verdict.Verdict | None:
         """The verdict where one of these is gone, and about to be started again."""
-        for holder in ended:
-            by = restarts.pending(holder)
-            if by:
-                return verdict.restarting(holder, by, restarts.supervisor(holder)[1])
-        return None
+        found = restarts.pending(ended)
+        if found is None:
+            return None
+        holder, by = found
+        return verdict.restarting(holder, by, restarts.supervisor(holder)[1])
 
     def plan(self, rung: dict[str, Any]) -> dict[str, Any]:
         """Whom this rung would signal, if those that the rungs before would have ended are gone."""

@@ -306,7 +306,7 @@ def test_release_takes_its_time(lab: Lab) -> None:
     after = sh(lab, "node1", f"kill -9 {holder['pid']}; {USED}").split()
     assert after[0] == "76115"  # one reading right after a kill proves nothing
     assert until(lambda: not any(used(lab, "node1")))
-    assert time.monotonic() - started > 0.13
+    assert 0.13 < time.monotonic() - started < 5
 
 
 def test_slow_release_and_stuck(lab: Lab) -> None:

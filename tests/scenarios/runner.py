@@ -33,6 +33,8 @@ from tests.wrapper import matrix
 ROOT = Path(__file__).resolve().parents[2]
 CALLBACKS = Path(__file__).parent / "callback"
 LONGEST_RUN = 120  # seconds
+OURS = re.compile(r"-IS -|gpuops-ready|nvidia-smi|lxc-attach|\bpct exec|ActiveState")
+LONGEST_STAY = 5  # seconds that something of ours may stay; who waits for nvidia-smi stays for ten
 LONGEST_SILENCE = 10  # seconds from SIGKILL until who outlives it is reported
 LADDER = ("mps", "terminate", "kill", "targeted", "fuser", "host")
 # systemd keeps what sshd says in its journal; it is read from outside as a file, as of the others.
@@ -353,7 +355,7 @@ class World:
         for host in self.lab.plan().hosts:
             for pid in self.processes(host.name):
                 line = command_line(pid)
-                if re.search(r"-IS -|gpuops-ready|nvidia-smi|lxc-attach|\bpct exec", line):
+                if OURS.search(line):
                     found.append(f"{host.name}: pid {pid}: {line[:80]}")
         return found
 
@@ -686,7 +688,7 @@ class Check:
 
     def leftovers(self) -> None:
         """Nothing of ours stays on any machine."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + LONGEST_STAY
         while True:
             left = self.world.ours()
             for word, most in self.outcome.leaves.items():

@@ -759,7 +759,7 @@ def test_a_loop_that_falls_silent_ends_its_session(
     began = time.monotonic()
     assert loop.reading(0.1) is None
     assert not loop.over
-    assert loop.reading(5) is None
+    assert loop.reading(60) is None
     assert loop.over
     assert time.monotonic() - began < PATIENCE
     assert session.lost == "container 129: nvidia-smi did not answer within 0.5 s"

@@ -22,6 +22,13 @@ def there(pid: int, start: int) -> holders.Holder:
     return holder
 
 
+def pending(holder: holders.Holder) -> str:
+    """What is about to start this one again."""
+    found = restarts.pending([holder])
+    assert found is None or found[0] is holder
+    return found[1] if found else ""
+
+
 def done(pid: int, start: int, at: int, rung: str = "kill", result: str = "sent") -> dict[str, Any]:
     return {
         "node_pid": pid,
@@ -179,7 +186,7 @@ def test_who_is_to_be_ended_too_restarts_nothing(
             "systemd",
             9,
             "systemd",
-            "as user 0 run systemctl --user stop a.service",
+            "as user 0, with XDG_RUNTIME_DIR=/run/user/0, run systemctl --user stop a.service",
         ),
         (f"/docker/{H}", "containerd-shim", 40, f"docker {H[:12]}", f"docker stop {H[:12]}"),
         (
@@ -241,7 +248,7 @@ def test_a_unit_that_is_about_to_start_again(
     state = f"Restart={restart}\\nActiveState={active}\\nSubState={sub}\\n"
     said = fake("lxc-attach" if vmid else "systemctl", f"printf '{state}'")
     holder = in_group(f"/lxc/{vmid}/ns{VLLM}" if vmid else VLLM)
-    found = restarts.pending(holder)
+    found = pending(holder)
     assert found == (f"systemd, unit vllm.service is in state {expected}" if expected else "")
     asked = "show -p ActiveState,SubState,Restart -- vllm.service\n"
     assert said.read_text() == (f"-n {vmid} -- systemctl {asked}" if vmid else asked)
@@ -256,7 +263,7 @@ def test_a_users_own_systemd_is_asked_in_that_users_name(
         "printf 'ActiveState=activating\\nSubState=auto-restart\\n'",
     )
     unit = "/user.slice/user-1000.slice/user@1000.service/app.slice/vllm.service"
-    found = restarts.pending(in_group(f"/lxc/{vmid}/ns{unit}" if vmid else unit))
+    found = pending(in_group(f"/lxc/{vmid}/ns{unit}" if vmid else unit))
     assert found == "systemd, unit vllm.service is in state auto-restart"
     asked = (
         "--reuid=1000 --regid=65534 --clear-groups env XDG_RUNTIME_DIR=/run/user/1000 "
@@ -281,9 +288,44 @@ def test_a_container_that_is_about_to_start_again(
     fake: Callable[[str, str], Path], kind: str, status: str, policy: str, expected: bool
 ) -> None:
     said = fake(kind, f"echo {status} {policy}")
-    found = restarts.pending(in_group({"docker": f"/docker/{H}"}.get(kind, f"/a/libpod-{H}")))
+    found = pending(in_group({"docker": f"/docker/{H}"}.get(kind, f"/a/libpod-{H}")))
     assert found == (f"{kind}, container {H[:12]} is {status}" if expected else "")
     assert said.read_text().endswith(f"{H}\n")
+
+
+def test_the_user_is_the_one_whose_unit_it_is(fake: Callable[[str, str], Path]) -> None:
+    said = fake("setpriv", "true")
+    own = "/user.slice/user-1000.slice/user@1000.service/app.slice/box.service"
+    # Whoever has a unit of his own can make groups below it that are called like another's.
+    for below in (
+        "",
+        "/user@0.service/x",
+        "/user-1.slice/user@1.service/app.slice/a.service",
+    ):
+        assert pending(in_group(own + below)) == ""
+        asked = said.read_text().splitlines()[-1].split()
+        assert (asked[0], asked[4], asked[-1]) == (
+            "--reuid=1000",
+            "XDG_RUNTIME_DIR=/run/user/1000",
+            "box.service",
+        )
+
+
+def test_each_is_asked_once_and_all_within_one_time(
+    fake: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = fake("systemctl", "true")
+    workers = [in_group(f"{VLLM}/worker-{each}") for each in range(40)]
+    assert restarts.pending(workers) is None
+    assert len(said.read_text().splitlines()) == 1
+    # A manager that hangs takes the time of all.
+    monkeypatch.setattr(restarts, "ASK_TIMEOUT", 0.3)
+    said = fake("systemctl", "exec sleep 60")
+    units = [in_group(f"/system.slice/vllm-{each}.service") for each in range(200)]
+    began = time.monotonic()
+    assert restarts.pending(units) is None
+    assert time.monotonic() - began < PATIENCE
+    assert len(said.read_text().splitlines()) <= 2
 
 
 def test_nobody_is_asked_about_what_is_not_his(fake: Callable[[str, str], Path]) -> None:
@@ -302,13 +344,20 @@ def test_nobody_is_asked_about_what_is_not_his(fake: Callable[[str, str], Path])
         in_group("/"),
         there(9, 900),
     ):
-        assert restarts.pending(holder) == ""
+        assert pending(holder) == ""
         assert not any(file.exists() for file in said)
-    assert restarts.pending(in_group(VLLM)) != ""
+    assert pending(in_group(VLLM)) != ""
 
 
 @pytest.mark.parametrize(
-    "body", ["exit 3", "echo Failed to connect to bus", "printf '\\377=\\n'", "exec sleep 60"]
+    "body",
+    [
+        "exit 3",
+        "echo Failed to connect to bus",
+        "printf '\\377=\\n'",
+        "exec sleep 60",
+        "exec yes ActiveState=activating",
+    ],
 )
 def test_a_manager_that_does_not_answer_is_not_waited_for(
     fake: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, body: str
@@ -316,11 +365,11 @@ def test_a_manager_that_does_not_answer_is_not_waited_for(
     monkeypatch.setattr(restarts, "ASK_TIMEOUT", 0.3)
     fake("systemctl", body)
     began = time.monotonic()
-    assert restarts.pending(in_group(VLLM)) == ""
+    assert pending(in_group(VLLM)) == ""
     assert time.monotonic() - began < PATIENCE
 
 
 def test_a_manager_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert restarts.pending(in_group(VLLM)) == ""
-    assert restarts.pending(in_group(f"/docker/{H}")) == ""
+    assert pending(in_group(VLLM)) == ""
+    assert pending(in_group(f"/docker/{H}")) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gpuops
+from gpuops.runner import DEFAULTS
 from tests.lab import Lab
 
 ROOT = Path(__file__).parents[2]
@@ -104,3 +106,18 @@ def test_the_installed_collection_has_its_version(installed: Path, tmp_path: Pat
     )
     (collections,) = json.loads(done.stdout).values()
     assert collections == {"gpuops.gpu": {"version": gpuops.__version__}}
+
+
+def test_the_callback_that_its_own_command_enables_is_there(
+    installed: Path, tmp_path: Path
+) -> None:
+    name = DEFAULTS["ANSIBLE_CALLBACKS_ENABLED"]
+    told = subprocess.run(
+        [str(installed / "ansible-doc"), "-t", "callback", name],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"CALLBACK {name}" in re.sub(r"\x1b\[\d+m", "", told.stdout), told.stderr
