@@ -39,20 +39,23 @@ class ActionModule(BatchAction):
     def execute(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         """As any batch; what was done so far stays with each host for the next rung."""
         answer = super().execute(args, task_vars)
+        answer["ended_at"] = time.time()
         for name, host in answer.get("hosts", {}).items():
             host["earlier"] = args["earlier"].get(name, [])
             host["rung"] = args["rung"]["name"]
-            host["proved_at"] = time.time() - (answer["seconds"] - host.get("done", 0.0))
+            host["proved_at"] = answer["ended_at"] - (answer["seconds"] - host.get("done", 0.0))
         return answer
 
     def take(self, batch: Any, name: str) -> dict[str, Any]:
-        """Also whether the batch proved all its hosts clean, and when."""
+        """Also whether the batch proved all its hosts clean, and how old that was at its end."""
         taken = super().take(batch, name)
         rounds = batch.get("results", [batch]) if isinstance(batch, dict) else []
         last = {host: each for one in rounds for host, each in one.get("hosts", {}).items()}
         taken["proved"] = bool(last) and all(each["verdict"] == "clean" for each in last.values())
-        # The oldest of them counts: the hosts agree on whether the proof is still fresh.
-        taken["taken"] = min((each.get("proved_at", 0.0) for each in last.values()), default=0.0)
+        # The oldest proof and the end of the batch are the same for all its hosts: so they agree on
+        # whether it is fresh, and one of them reads for all if it is not.
+        oldest = min((each.get("proved_at", 0.0) for each in last.values()), default=0.0)
+        taken["age"] = max((one.get("ended_at", 0.0) for one in rounds), default=0.0) - oldest
         return taken
 
     def merge(self, rounds: list[dict[str, Any]]) -> dict[str, Any]:

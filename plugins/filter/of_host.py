@@ -43,7 +43,7 @@ _value:
 """
 
 # Of a whole batch, besides its hosts: why there may be none.
-ABOUT_ALL = ("msg", "skipped", "unreachable")
+ABOUT_ALL = ("ended_at", "msg", "skipped", "unreachable")
 ABOUT_OTHERS = ("proved_at", "verdict")
 
 

@@ -298,7 +298,11 @@ def test_a_host_renders_nothing_of_the_others_but_whether_they_are_clean() -> No
     found = of_host.of_host(
         {
             "results": [
-                {"hosts": {"ct129": host("held"), "ct130": host("clean", "ct130")}, "seconds": 1.0},
+                {
+                    "hosts": {"ct129": host("held"), "ct130": host("clean", "ct130")},
+                    "seconds": 1.0,
+                    "ended_at": 1001.0,
+                },
                 {"hosts": {"ct130": host("clean", "ct130")}, "invocation": {"targets": [1] * 40}},
                 {"unreachable": True, "msg": "no route", "item": {"name": "kill"}},
             ],
@@ -309,7 +313,7 @@ def test_a_host_renders_nothing_of_the_others_but_whether_they_are_clean() -> No
     other = {"verdict": "clean", "proved_at": 1000.0}
     assert found == {
         "results": [
-            {"hosts": {"ct129": host("held"), "ct130": other}},
+            {"hosts": {"ct129": host("held"), "ct130": other}, "ended_at": 1001.0},
             {"hosts": {"ct130": other}},
             {"unreachable": True, "msg": "no route"},
         ]
@@ -425,9 +429,17 @@ def test_a_plan_that_was_refused_fails_the_host_in_a_sentence() -> None:
 
 
 def test_a_proof_is_as_old_as_the_oldest_reading_in_it() -> None:
-    early = {"hosts": {"ct129": host("clean", proved_at=1000.0), "ct130": host("held", "ct130")}}
-    late = {"hosts": {"ct130": host("clean", "ct130", proved_at=1060.0)}}
-    assert taken({"results": [early, late]})["taken"] == 1000.0
+    early = {
+        "hosts": {"ct129": host("clean", proved_at=1000.0), "ct130": host("held", "ct130")},
+        "ended_at": 1001.0,
+    }
+    late = {"hosts": {"ct130": host("clean", "ct130", proved_at=1060.0)}, "ended_at": 1062.0}
+    # All of them say so, whenever they look: one reads again for all or nobody does.
+    assert [taken({"results": [early, late]}, name=name)["age"] for name in ("ct129", "ct130")] == [
+        62.0,
+        62.0,
+    ]
+    assert taken(early)["age"] == 1.0
 
 
 def test_an_unreachable_batch_proves_nothing() -> None:
