@@ -26,6 +26,7 @@ from gpuops.errors import AnsibleError, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 CALLBACKS = Path(__file__).resolve().parent / "callback"
+STARTER = Path(__file__).resolve().parent / "ansible_playbook.py"
 COLLECTION = "gpuops.gpu"
 
 # Seconds between looks at whether the run was cancelled.
@@ -173,6 +174,14 @@ def program(name: str) -> list[str]:
     return [found]
 
 
+def ansible_playbook() -> list[str]:
+    """How to start it: if it is installed beside us, in this Python and by our own starter."""
+    found = program("ansible-playbook")
+    if Path(found[0]).parent == Path(sys.executable).parent:
+        return [sys.executable, "-P", str(STARTER)]  # -P: our modules are no modules of Ansible's
+    return found
+
+
 def _configure(
     folder: str,
     playbook: str,
@@ -204,7 +213,7 @@ def _configure(
     # ansible-runner would switch host keys off for those who have not said anything of them.
     if "ANSIBLE_HOST_KEY_CHECKING" not in os.environ:
         config.env.pop("ANSIBLE_HOST_KEY_CHECKING", None)
-    config.command[:1] = program("ansible-playbook")
+    config.command[:1] = ansible_playbook()
     return config
 
 

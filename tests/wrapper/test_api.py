@@ -134,6 +134,28 @@ def test_our_defaults_yield_to_a_configuration(
     assert "ANSIBLE_FORKS" not in runner.environment()
 
 
+def test_an_ansible_of_another_python_is_started_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runner.ansible_playbook() == [sys.executable, "-P", str(runner.STARTER)]
+    other = tmp_path / "other" / "ansible-playbook"
+    for path in (other, tmp_path / "ours" / "python"):
+        path.parent.mkdir()
+        path.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "ours" / "python"))
+    monkeypatch.setenv("PATH", str(other.parent))
+    assert runner.ansible_playbook() == [str(other)]
+    other.unlink()
+    with pytest.raises(AnsibleError, match="there is no ansible-playbook here"):
+        runner.ansible_playbook()
+
+
+def test_the_starter_is_ansible_playbook(tmp_path: Path) -> None:
+    argv = [*runner.ansible_playbook(), "--version"]
+    said = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("ansible-playbook [core ")
+
+
 # --- on the lab ---
 
 
