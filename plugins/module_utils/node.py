@@ -139,8 +139,11 @@ class Node:
             holder.command = self._commands[who]
 
     def _is_own(self, holder: holders.Holder) -> bool:
-        """A reader that we started: nvidia-smi itself opens the devices."""
-        return os.getpid() in holders.family(holder.pid)[1:]
+        """A reader that we started: nvidia-smi itself opens the devices.
+
+        By the parent that was read with its name: it may have ended since, and then has none.
+        """
+        return os.getpid() in holders.family(holder.ppid)
 
     def view(self, target: verdict.Target, found: holders.Scan) -> verdict.View:
         """Sort the holders by what may be done to them on behalf of this target."""

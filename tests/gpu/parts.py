@@ -558,9 +558,12 @@ def target(vmid: int = 0) -> dict[str, Any]:
     return {"name": "direct", "vmid": vmid, "expected_gpus": 0, "protect": protect_list()}
 
 
-def look(vmid: int = 0) -> dict[str, Any]:
-    """Who holds what, as the product sees it from the host; changes nothing."""
-    answer = node_program("state", {"targets": [target(vmid)]})
+def look(vmid: int = 0, **more: Any) -> dict[str, Any]:
+    """Who holds what, as the product sees it from the host; changes nothing.
+
+    :param more: of the target.
+    """
+    answer = node_program("state", {"targets": [target(vmid) | more]})
     result: dict[str, Any] = answer["hosts"]["direct"]
     result["program_seconds"] = answer["seconds"]
     return result

@@ -133,6 +133,8 @@ class Figures:
         self.settings_before = self.settings()
         self.rows: list[Row] = []
         self.kinds: dict[str, dict[str, Any]] = {}
+        # Our own readers in each of many looks.
+        self.looks: list[list[str]] = []
         self.reader: dict[str, Any] = {}
         self.direct: dict[str, Any] = {}
         self.minors: dict[str, dict[str, int]] = {}
@@ -153,6 +155,7 @@ class Figures:
             "kinds": self.kinds,
             "reader": self.reader,
             "direct": self.direct,
+            "looks": self.looks,
             "minors": self.minors,
         }
         return json.dumps(data, indent=1, default=str)
@@ -200,7 +203,8 @@ on the node side {parts.NODE_PYTHON} ({node}) |
 | bystanders harmed | {harmed} |
 | second zero ÷ driver's own time, median / worst | {times} (must be 3 or less) |
 | the whole playbook with one rung climbed, median (least to most) | {plays} s |
-| gpuops' own readers in a result | {sum(bool(row.readers_seen) for row in self.rows)} |
+| gpuops' own readers in a result | {sum(bool(row.readers_seen) for row in self.rows)} \
+of {len(self.rows)}, and in {sum(map(bool, self.looks))} of {len(self.looks)} looks |
 | settings of the GPU before and after | {self.settings_before} / {self.settings()} |"""
 
     def _scenarios(self) -> str:

@@ -354,6 +354,13 @@ def test_missing_tool(lab: Lab) -> None:
     assert len(used(lab, "ct129")) == 8
 
 
+def test_the_tool_holds_what_it_reads_while_it_runs(lab: Lab) -> None:
+    loop = "exec 3< <(exec nvidia-smi --query-gpu=index --format=csv -lms 50); read -u 3 line; "
+    held = loop + "readlink /proc/$!/fd/* | grep nvidia; kill $!; wait $!; fuser /dev/nvidia7"
+    seen = lab.inside("node1", ["bash", "-c", held]).stdout.split()
+    assert sorted(seen) == sorted([*(f"/dev/nvidia{n}" for n in range(8)), "/dev/nvidiactl"])
+
+
 def test_hang_that_can_be_killed(lab: Lab) -> None:
     lab.fault("ct129", "smi-hang")
     assert lab.inside("ct129", ["timeout", "-s", "KILL", "0.2", "nvidia-smi"]).returncode in (

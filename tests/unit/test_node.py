@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     verdict,
     work,
 )
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 from .conftest import Python
 
@@ -343,12 +344,32 @@ def test_a_command_is_read_by_a_child_that_can_be_abandoned(
     assert time.monotonic() - began < PATIENCE
 
 
+def test_our_reader_stays_ours_when_it_ends_in_the_middle_of_the_look(python: Python) -> None:
+    host = this_node()
+    shell = python(
+        "import os, time\npid = os.fork()\nif pid == 0: time.sleep(60)\n"
+        "print('ready', flush=True)\nprint(pid, flush=True)\nos.wait()\ntime.sleep(60)"
+    )
+    assert shell.stdout is not None
+    reader, stranger = holders.Holder(int(shell.stdout.readline())), holders.Holder(1)
+    assert holders.describe(reader)
+    assert holders.describe(stranger)
+    os.kill(reader.pid, signal.SIGKILL)
+    assert until(lambda: holders.stat_fields(reader.pid) is None)
+    assert host._is_own(reader)
+    assert not host._is_own(stranger)
+
+
+PARENTS = {19: 7}
+
+
 def described(monkeypatch: pytest.MonkeyPatch, cgroup: str, namespaces: list[int]) -> None:
     """What /proc says of everybody."""
 
     def describe(one: holders.Holder) -> bool:
         one.cgroup, one.namespaces, one.name = cgroup, list(namespaces), "python3"
         one.command = "python3 serve"
+        one.ppid = PARENTS.get(one.pid, 1)
         return True
 
     monkeypatch.setattr(holders, "describe", describe)
@@ -381,7 +402,7 @@ def test_who_could_not_be_looked_at_counts_unless_it_is_ours_or_protected(
 ) -> None:
     host = this_node()
     described(monkeypatch, "0::/\n", [NODE, ABOVE])
-    monkeypatch.setattr(holders, "family", lambda pid: [pid, 7] if pid == 19 else [pid, 1])
+    monkeypatch.setattr(holders, "family", lambda pid: [pid, 1])
     monkeypatch.setattr(node.os, "getpid", lambda: 7)
     found = holders.Scan(deep=True)
     found.skipped, found.busy = {1, 18, 19}, {20}
