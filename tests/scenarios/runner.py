@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CALLBACKS = Path(__file__).parent / "callback"
 LONGEST_RUN = 120  # seconds
 OURS = re.compile(r"-IS -|gpuops-ready|nvidia-smi|lxc-attach|\bpct exec|ActiveState")
+# How somebody watches the GPUs.
+WATCH = ("/usr/bin/nvidia-smi", "--query-gpu=memory.used", "--format=csv", "-lms", "200")
 LONGEST_STAY = 5  # seconds that something of ours may stay; who waits for nvidia-smi stays for ten
 LONGEST_SILENCE = 10  # seconds from SIGKILL until who outlives it is reported
 LADDER = ("mps", "terminate", "kill", "targeted", "fuser", "host")
@@ -122,7 +124,12 @@ class Run:
     @property
     def spared(self) -> list[dict[str, Any]]:
         """Everybody who was reported as seen and left alone."""
-        return [holder for event in self.verdicts for holder in event["result"].get("spared", [])]
+        return self.named("spared")
+
+    def named(self, *lists: str) -> list[dict[str, Any]]:
+        """Every process in these lists of any result."""
+        results = [event["result"] for event in self.verdicts]
+        return [each for result in results for key in lists for each in result.get(key, [])]
 
     @property
     def words(self) -> str:
@@ -274,6 +281,10 @@ class World:
 
     def start_plain(self, name: str, title: str) -> int:
         """A process of that title which holds no GPU; its number outside."""
+        return self.start(name, "/usr/bin/sleep", title, "86400")
+
+    def start(self, name: str, program: str, *argv: str) -> int:
+        """A program on a machine, as a session of somebody who is logged in has it."""
         container = self.lab.plan().container(name)
         place = self.lab.entry_cgroup(name)
         if not container:
@@ -287,17 +298,18 @@ class World:
             null = os.open("/dev/null", os.O_RDWR)
             for target in (0, 1, 2):
                 os.dup2(null, target)
-            os.execv("/usr/bin/sleep", [title, "86400"])
+            os.execv(program, argv)
 
         before = set(self.processes(name))
         assert in_host(self.lab.running_init(name), place, body) == 0
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             for pid in set(self.processes(name)) - before:
-                if command_line(pid) == f"{title} 86400":
+                # Perl's stands before that of a script.
+                if command_line(pid).endswith(" ".join(argv)):
                     return pid
             time.sleep(0.005)
-        raise AssertionError(f"{title} did not start on {name}")
+        raise AssertionError(f"{argv[0]} did not start on {name}")
 
     def place_neighbour(self, scenario: Scenario) -> None:
         """A workload on GPUs that the command is not about: on node1, or else in ct130."""
@@ -351,9 +363,10 @@ class World:
 
     def ours(self) -> list[str]:
         """Command lines of gpuops that run on any machine."""
+        theirs = {each.pid for each in self.plain.values()}
         found = []
         for host in self.lab.plan().hosts:
-            for pid in self.processes(host.name):
+            for pid in set(self.processes(host.name)) - theirs:
                 line = command_line(pid)
                 if OURS.search(line):
                     found.append(f"{host.name}: pid {pid}: {line[:80]}")
@@ -439,6 +452,9 @@ class World:
             file.write_text(text.replace(what["from"], what["to"]))
         elif verb == "plain":
             pid = self.start_plain(what["host"], what["name"])
+            self.plain[what["as"]] = Process(what["as"], pid, linux.start_time(pid))
+        elif verb == "watch":
+            pid = self.start(what["host"], WATCH[0], *WATCH)
             self.plain[what["as"]] = Process(what["as"], pid, linux.start_time(pid))
         elif verb == "escape":
             holder = self.held[what][0]
@@ -567,6 +583,7 @@ class Check:
         for host, word in outcome.verdict.items():
             self.expect(f"verdict on {host}", word, run.verdict(host))
         self.signalled()
+        self.known()
         self.truth()
         self.economy()
         self.in_time()
@@ -591,6 +608,9 @@ class Check:
 
     def is_him(self, seen: dict[str, Any], label: str) -> bool:
         """Is the process in a report the one of this file?"""
+        plain = self.world.plain.get(label)
+        if plain and plain.start == seen["start"]:
+            return True
         for holder in self.there.get(label, []):
             if holder["respawn"] and seen["name"] == holder["name"][:15]:
                 return True
@@ -622,6 +642,17 @@ class Check:
                     self.problems.append(f"{label} is still alive")
                 if not alive and label not in outcome.killed:
                     self.problems.append(f"{label} is dead")
+
+    def known(self) -> None:
+        """Nobody is reported but who was put there: no ghosts, and a reader of ours only if stuck."""
+        others = [*self.world.bystanders.values(), *self.world.plain.values()]
+        starts = {each.start for each in others}
+        for seen in self.run.named("holders", "spared"):
+            if any(word in seen["command"] for word in self.outcome.leaves):
+                continue
+            if seen["start"] not in starts and not any(self.is_him(seen, it) for it in self.there):
+                who = f"{seen['name']} (pid {seen['node_pid']}, {seen['command']})"
+                self.problems.append(f"reported, and nobody put it there: {who}")
 
     def truth(self) -> None:
         """What is called clean is clean, as the driver has it."""

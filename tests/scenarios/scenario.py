@@ -24,6 +24,7 @@ EVENTS = {
     "drop": "a process of this file ends by itself",
     "user": "somebody else than root who may log in",
     "plain": "a process that holds no GPU",
+    "watch": "somebody reads the GPUs again and again with nvidia-smi",
     "program": "an executable file: `host`, `path`, `text`",
     "vars": "what the inventory says of a host besides, by host",
     "escape": "a process of this file leaves its container's control group",
