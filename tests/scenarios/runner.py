@@ -644,7 +644,7 @@ class Check:
                     self.problems.append(f"{label} is dead")
 
     def known(self) -> None:
-        """Nobody is reported but who was put there: no ghosts, and a reader of ours only if stuck."""
+        """Nobody is reported but who was put there: no ghosts, of our readers only one stuck."""
         others = [*self.world.bystanders.values(), *self.world.plain.values()]
         starts = {each.start for each in others}
         for seen in self.run.named("holders", "spared"):
