@@ -110,10 +110,12 @@ class Reading:
     """One answer of nvidia-smi about all GPUs, with everything wrong in it named.
 
     ``not_told`` names the GPUs whose memory the driver does not tell, in rows that are good: some
-    machines do that by design. Any other value that is no number is a problem.
+    machines do that by design. Any other value that is no number is a problem. ``at``: monotonic
+    seconds at which it was not there yet, so that it is no older.
     """
 
     def __init__(self, gpus: list[Gpu], problems: list[str], exit_code: int | None = 0) -> None:
+        self.at = time.monotonic()
         self.gpus = gpus
         self.problems = problems
         self.exit_code = exit_code
@@ -293,6 +295,12 @@ def failure(text: str, exit_code: int) -> str:
     return "nvidia-smi failed with exit code %d: %s" % (exit_code, said or "it said nothing")
 
 
+def last_silence(handle: int, before: float) -> float:
+    """Now if nothing is there to be read, else ``before``: what comes is no older than that."""
+    now = time.monotonic()
+    return before if deadline.readable(handle, 0) else now
+
+
 class Session:
     """A shell at the place of reading that runs nvidia-smi on demand.
 
@@ -311,11 +319,12 @@ class Session:
         self.timeout = timeout
         self.lost = "%s: %s" % (place, stuck) if stuck else ""
         self.pid = 0
-        self.opened = time.monotonic()
         self._ready = False
         self._buffer = b""
         self._asked: list[float] = []
         self._answered = 0.0
+        # The answer taken last is no older than this.
+        self._at = 0.0
         self._write = self._read = -1
         # Different each time: a process can have any name, and names are part of the answers.
         self._mark = "gpuops-%s " % os.urandom(8).hex()
@@ -346,13 +355,16 @@ class Session:
         :raises SmiError: the place cannot be reached, or did not answer before the deadline.
         """
         # An answer's time runs from its question, or from the answer before it.
-        until = max(self._asked.pop(0), self._answered) + self.timeout
+        asked = self._asked.pop(0)
+        until = max(asked, self._answered) + self.timeout
+        self._at = max(asked, self._at)
         while not self.lost:
             text, mark, rest = self._buffer.partition(self._mark.encode())
             if mark and b"\n" in rest:
                 code, _, self._buffer = rest.partition(b"\n")
                 self._answered = time.monotonic()
                 return self._after_ready(text.decode("utf-8", "replace")), int(code)
+            self._at = last_silence(self._read, self._at)
             if not self._receive(until - time.monotonic()):
                 self.abandon_silent()
         raise SmiError(self.lost)
@@ -403,7 +415,9 @@ class Session:
             text, code = self.answer()
         except SmiError as error:
             return Reading([], [str(error)], None)
-        return parse_gpus(text, code)
+        reading = parse_gpus(text, code)
+        reading.at = self._at
+        return reading
 
     def apps(self) -> tuple[list[App], list[str]]:
         """The answer to ``apps``."""
@@ -448,7 +462,7 @@ class Loop:
         self._session = session
         self._uuids = [gpu.uuid for gpu in last.gpus]
         self._buffer = b""
-        self._answered = time.monotonic()
+        self._answered = self._at = time.monotonic()
         self._pid, self._write, self._read = 0, -1, -1
         if not self.over:
             argv = [*session.prefix, "nvidia-smi", *QUERY_GPUS, "-lms", str(LOOP_MS)]
@@ -469,6 +483,7 @@ class Loop:
             if len(lines) > len(self._uuids):
                 self._buffer = lines.pop()
                 return self._checked(b"\n".join(lines).decode("utf-8", "replace"))
+            self._at = last_silence(self._read, self._at)
             if deadline.readable(self._read, until - time.monotonic()):
                 data = os.read(self._read, 65536)
                 self._buffer += data
@@ -483,6 +498,7 @@ class Loop:
     def _checked(self, text: str) -> Reading | None:
         self._answered = time.monotonic()
         found = parse_gpus(text, 0)
+        found.at = self._at
         self.over = bool(found.problems) or [gpu.uuid for gpu in found.gpus] != self._uuids
         return None if self.over else found
 

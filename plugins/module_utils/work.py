@@ -56,8 +56,6 @@ class Work:
         self.session = session
         self.loop: nvidia_smi.Loop | None = None
         self.earlier = earlier
-        # No look may be older than this.
-        self.began = max(host.began, session.opened)
         self.readings: list[nvidia_smi.Reading] = []
         self.view = verdict.View()
         self.scan: holders.Scan | None = None
@@ -120,8 +118,13 @@ class Work:
         """Did the last reading show zero everywhere?"""
         return not self.problem() and all(self.target.is_zero(gpu) for gpu in self.wanted())
 
-    def look(self, since: float) -> None:
-        """Find the holders; look deeply if those found do not explain the memory in use."""
+    def look(self) -> None:
+        """Find the holders; look deeply if those found do not explain the memory in use.
+
+        Never by a look that another target has had made before now: somebody may have come since
+        that was there when this target was read.
+        """
+        since = time.monotonic()
         # Memory in use hints at holders that a quick look misses; where none is, nothing does.
         self.scan = self.node.look(since, deep=self.target.holders_only or self.all_zero())
         self.view = self.sort(self.scan)
@@ -173,10 +176,17 @@ class Work:
         if self.session.lost:
             # One call that hangs is enough: the driver's list would be the second.
             self.node.do_without_list(self.session.lost)
-        self.look(self.began)
+        self.look()
         if self.all_zero():
             self.read()
         return self.result()
+
+    def proved_at(self) -> float:
+        """How old what was found is (monotonic seconds): as old as the first of the two readings.
+
+        The look that counts is never older.
+        """
+        return min([reading.at for reading in self.readings[-2:]], default=time.monotonic())
 
     def gpus(self) -> list[dict[str, Any]]:
         """The GPUs of the last reading with verdict and unattributed memory."""
@@ -250,7 +260,6 @@ class Work:
                 # What was asked before the turn may be about a world that is gone.
                 self.session.drop_answers()
                 self.session.ask(*nvidia_smi.FIRST_QUESTIONS)
-                self.began = time.monotonic()
             return self.climb(rung, turn)
         finally:
             turn.end()
@@ -419,7 +428,7 @@ class Work:
                 self.session.ask("gpus")
             alive = [grip for grip in grips if not grip.ended()]
             if zeros and not alive and not looked:
-                self.look(time.monotonic())
+                self.look()
                 looked = True
             news = self.read()
             alive = [grip for grip in alive if not grip.ended()]
@@ -441,11 +450,11 @@ class Work:
             stuck = alive if killed and elapsed > UNKILLABLE_AFTER else []
             # Who was killed is waited for in any case: it ends, or it is unkillable.
             if stuck or (elapsed > float(rung["wait"]) and not (killed and alive)):
-                self.look(time.monotonic())
+                self.look()
                 self.name_stuck({grip.pid for grip in stuck})
                 break
             if not alive and not zeros and pause.time_to_look():
-                self.look(time.monotonic())
+                self.look()
                 if all(self.target.is_zero(gpu) or self.explained(gpu) for gpu in self.wanted()):
                     break  # Somebody else owns what is left: the next rung's matter, or foreign.
             if not zeros and not self.loop:

@@ -482,6 +482,20 @@ esac
     assert session.gpus().readable
 
 
+def test_an_answer_that_lay_there_is_not_taken_for_a_fresh_one(place: Place) -> None:
+    session = place.session(f"echo '{GOOD}'")
+    session.ask("gpus", "gpus")
+    assert session.has_answered(2, PATIENCE)
+    lay = time.monotonic()
+    assert session.gpus().at < lay
+    assert session.gpus().at < lay
+    # But one that was waited for is no older than the wait.
+    slow = place.session(f"sleep 0.5; echo '{GOOD}'")
+    slow.ask("gpus")
+    begun = time.monotonic()
+    assert slow.gpus().at >= begun
+
+
 def test_a_session_asks_for_exactly_the_fields_that_are_parsed(place: Place) -> None:
     session = place.session('echo "$*"')
     session.ask("gpus")
@@ -722,6 +736,20 @@ def test_a_loop_gives_one_whole_reading_after_the_other(
         seen.append([gpu.used_mib for gpu in reading.gpus])
     assert seen == [[20, 20], [20, 20], *[[0, 0]] * 4]
     assert not loop.over
+
+
+def test_a_line_of_a_loop_that_lay_there_is_not_taken_for_a_fresh_one(
+    place: Place, loops: Callable[..., nvidia_smi.Loop], tmp_path: Path
+) -> None:
+    done = tmp_path / "done"
+    script = f"echo '{GOOD}'; echo '{GOOD}'; echo '{GOOD}'; >{done}; exec sleep 60"
+    loop = loops(place.session(script), "GPU-1")
+    assert until(done.exists)
+    lay = time.monotonic()
+    for _ in range(3):
+        reading = loop.reading(PATIENCE)
+        assert reading is not None
+        assert reading.at < lay
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""One target's part of a run, against readers and processes that the test makes up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ansible_collections.gpuops.gpu.plugins.module_utils import (
+    holders,
+    node,
+    nvidia_smi,
+    owners,
+    verdict,
+    work,
+)
+from tests.patience import until
+
+NAMESPACE = 2
+UUID = "GPU-0"
+
+
+class Reader:
+    """Stands for a session: each question is answered when it is taken."""
+
+    def __init__(self, used: str = "0", meanwhile: Callable[[], object] | None = None) -> None:
+        self.lost = ""
+        self.used = used
+        self.meanwhile = meanwhile or (lambda: None)
+        self.last: nvidia_smi.Reading | None = None
+
+    def answer(self) -> tuple[str, int]:
+        """The names in /dev."""
+        return "null nvidia0 nvidiactl", 0
+
+    def gpus(self) -> nvidia_smi.Reading:
+        """One GPU."""
+        self.meanwhile()
+        gpu = nvidia_smi.Gpu(0, UUID)
+        gpu.used_text, gpu.used_mib = self.used, nvidia_smi.number(self.used)
+        self.last = nvidia_smi.Reading([gpu], [])
+        return self.last
+
+    def ask(self, *questions: str) -> None:
+        """Nothing to do before the answer is taken."""
+
+    def apps(self) -> tuple[list[nvidia_smi.App], list[str]]:
+        """The driver lists nobody."""
+        return [], []
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Machine:
+    """A node whose processes are those in ``there``; ``looks`` counts how often they are read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.there: list[holders.Holder] = []
+        self.looks = 0
+        self.during: Callable[[], object] = lambda: None
+        host = node.Node.__new__(node.Node)
+        host.began = time.monotonic()
+        host.devices = holders.Device({})
+        host.own_namespaces = [NAMESPACE]
+        host.own_family = {4242}
+        host.own_owner = owners.Owner("host", "", "")
+        host.own_cgroup = "0::/\n"
+        host.in_container = False
+        host.problems = []
+        host.minors = {UUID: 0}
+        host.session = Reader()  # type: ignore[assignment]
+        host._apps_readable = True
+        host.ghosts = []
+        host._lock = threading.Lock()
+        host._scan = None
+        host._commands = {}
+        self.node = host
+        monkeypatch.setattr(holders, "scan", self.scan)
+        monkeypatch.setattr(holders, "describe", lambda one: one in self.there)
+        monkeypatch.setattr(holders, "family", lambda pid: [pid, 1])
+
+    def scan(self, devices: object, deep: bool = False, **_: object) -> holders.Scan:
+        """Stands for the look at all processes."""
+        self.looks += 1
+        found = holders.Scan(deep)
+        found.holders = {one.pid: one for one in self.there}
+        self.during()
+        return found
+
+    def comes(self, pid: int = 500, device: str = "gpu0", how: str = "descriptor") -> None:
+        """A process of the node's own opens a device."""
+        one = holders.Holder(pid)
+        one.evidence = {device: {how}}
+        one.cgroup, one.namespaces = "0::/\n", [NAMESPACE]
+        one.name, one.command = "python3", "python3 serve.py"
+        self.there.append(one)
+
+    def work(self, reader: Reader, **spec: Any) -> work.Work:
+        """The part of one target."""
+        target = verdict.Target({"name": "node1", **spec})
+        return work.Work(self.node, target, reader, [])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize("used", ["0", "[N/A]"])
+def test_a_slow_reader_does_not_take_the_look_of_a_fast_one(machine: Machine, used: str) -> None:
+    only = {"holders_only": used != "0"}
+    assert machine.work(Reader(used), **only).state()["verdict"] == "clean"
+    # Whoever comes before a target's own first reading was there when it was read.
+    slow = Reader(used, meanwhile=lambda: machine.there or machine.comes())
+    result = machine.work(slow, **only).state()
+    assert (result["verdict"], [each["node_pid"] for each in result["holders"]]) == ("held", [500])
+
+
+class Queue:
+    """A lock that knows how many have ever come to it."""
+
+    def __init__(self) -> None:
+        self.came = 0
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.came += 1
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_those_who_wait_for_a_look_share_the_next_one(machine: Machine) -> None:
+    count = 40
+    queue = Queue()
+    machine.node._lock = queue  # type: ignore[assignment]
+    # The first look ends when all the others have come to wait for it.
+    machine.during = lambda: machine.looks > 1 or until(lambda: queue.came == count)
+    results: list[dict[str, Any]] = []
+
+    def serve() -> None:
+        results.append(machine.work(Reader()).state())
+
+    threads = [threading.Thread(target=serve) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [each["verdict"] for each in results] == ["clean"] * count
+    assert (queue.came, machine.looks) == (count, 2)
+
+
+def test_a_proof_is_as_old_as_the_first_of_its_two_readings(machine: Machine) -> None:
+    part = machine.work(Reader())
+    part.state()
+    first, second = part.readings
+    assert part.proved_at() == first.at < second.at
+    assert part.scan is not None
+    assert part.scan.started > first.at
