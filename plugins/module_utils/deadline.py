@@ -56,6 +56,7 @@ def in_a_copy(read: Callable[[], bytes], seconds: float) -> bytes:
     child = os.fork()
     if child == 0:
         try:
+            let_go(write_end)
             data = read()
             while data:
                 data = data[os.write(write_end, data) :]
@@ -72,6 +73,19 @@ def in_a_copy(read: Callable[[], bytes], seconds: float) -> bytes:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0 if ended else os.WNOHANG)
     return found if ended else b""
+
+
+def let_go(kept: int) -> None:
+    """Close every descriptor of this process but one, first thing in a forked copy.
+
+    One that gets stuck would keep open for ever what ssh waits for, and the lock of a turn.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) != kept:
+            try:
+                os.close(int(name))
+            except OSError:
+                pass  # The listing's own.
 
 
 def is_broken(handle: int) -> bool:

@@ -260,6 +260,7 @@ class _Worker:
         self._child = os.fork()
         if self._child == 0:
             try:
+                deadline.let_go(write_end)
                 self._work(write_end, devices, deep)
             finally:
                 os._exit(0)

@@ -101,5 +101,6 @@ class Turn:
         return told if isinstance(told, list) else []
 
     def end(self) -> None:
-        """Give the turn back."""
+        """Give the turn back, also where a copy of this program still has the descriptor."""
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)

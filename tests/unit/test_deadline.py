@@ -50,6 +50,20 @@ def test_a_request_has_an_end_after_everything_in_it_that_has_one() -> None:
     assert deadline.of_request(many) == 20 + 2 * (80 + deadline.LOOKS) + deadline.SLACK
 
 
+def test_a_copy_that_gets_stuck_keeps_nothing_open_but_its_own_pipe() -> None:
+    def open_now() -> list[str]:
+        there = list(Path("/proc/self/fd").iterdir())
+        return [str(each.readlink()) for each in there if each.exists()]
+
+    read, write = os.pipe()
+    before = open_now()
+    [kept] = deadline.in_a_copy(lambda: " ".join(open_now()).encode(), 5).decode().split()
+    assert kept.startswith("pipe:")
+    assert kept not in before
+    os.close(read)
+    os.close(write)
+
+
 def test_what_is_read_in_a_copy_arrives_whole_or_not_at_all() -> None:
     data = b"x" * 300_000
     assert deadline.in_a_copy(lambda: data, 5) == data

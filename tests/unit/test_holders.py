@@ -399,6 +399,19 @@ def test_a_worker_that_dies_has_looked_at_those_before(
     assert len(workers) == 2
 
 
+def test_a_worker_that_gets_stuck_keeps_nothing_open_but_its_own_pipe(
+    monkeypatch: pytest.MonkeyPatch, workers: list[int]
+) -> None:
+    def names(*_: object) -> Iterator[tuple[str, set[str]]]:
+        there = list(Path("/proc/self/fd").iterdir())
+        yield "descriptor", {str(each.readlink()) for each in there if each.exists()}
+
+    monkeypatch.setattr(holders, "_look_at", names)
+    scan = holders.scan(DEVICES, pids=[1])
+    [kept] = scan.holders[1].evidence
+    assert kept.startswith("pipe:")
+
+
 @pytest.mark.parametrize("error", [PermissionError, OSError, RuntimeError])
 def test_a_look_that_fails_is_not_taken_for_a_look_that_found_nobody(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]

@@ -79,6 +79,21 @@ def test_a_run_that_dies_gives_its_turn_back(place: tuple[str, str]) -> None:
     turn.end()
 
 
+def test_a_turn_is_given_back_also_where_a_copy_of_the_run_does_not_end(
+    place: tuple[str, str],
+) -> None:
+    first, second = turns.Turn(129, *place), turns.Turn(129, *place)
+    assert first.take(0.0) is not None
+    copy = subprocess.Popen(["sleep", "60"], pass_fds=[first._lock])
+    try:
+        first.end()
+        assert second.take(0.0) is not None
+        second.end()
+    finally:
+        copy.kill()
+        copy.wait()
+
+
 def test_who_was_told_is_remembered_by_the_next_run(
     place: tuple[str, str], holder: holders.Holder
 ) -> None:
