@@ -28,7 +28,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import deadline, owners
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
     from typing import Any
 
 # The major number of NVIDIA's GPUs, fixed by the kernel's list of devices. The numbers of
@@ -161,6 +161,32 @@ class Holder:
         }
 
 
+class Stoppers:
+    """Who has stopped a look of this run, so that no further look is stopped there again.
+
+    Each would leave one more copy of this program behind, stuck where no signal ends it. What they
+    have mapped is not looked at again then; where the next look is stopped too, nothing is.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, str], int] = {}
+
+    def add(self, pid: int) -> None:
+        """This process has stopped a look."""
+        fields = stat_fields(pid)
+        if fields:
+            who = (pid, fields[19])
+            self._times[who] = self._times.get(who, 0) + 1
+
+    def times(self) -> dict[int, int]:
+        """How often each of those that are still there has; another with its number has not."""
+        return {
+            pid: times
+            for (pid, start), times in self._times.items()
+            if (stat_fields(pid) or [""] * 20)[19] == start
+        }
+
+
 class Scan:
     """One look at all processes of the node, deep or quick.
 
@@ -188,7 +214,11 @@ class Scan:
 
 
 def scan(
-    devices: Device, deep: bool = False, pids: list[int] | None = None, limit: float = 30.0
+    devices: Device,
+    deep: bool = False,
+    pids: list[int] | None = None,
+    limit: float = 30.0,
+    stoppers: Stoppers | None = None,
 ) -> Scan:
     """Find every process of this node that holds an NVIDIA device.
 
@@ -199,32 +229,39 @@ def scan(
     :param pids: look at these only; default all.
     :param limit: seconds; a look may block in the kernel on a process that is stuck there,
         so it is made in forked workers that can be abandoned.
+    :param stoppers: who has stopped earlier looks; those who stop this one are added.
 
     Never raises: a process that vanishes in the middle of a read is simply gone. Who could not be
     looked at is in ``skipped``, and costs nobody else a look.
     """
     result = Scan(deep)
+    stoppers = stoppers or Stoppers()
     if pids is None:
         names = [name for name in os.listdir("/proc") if name.isdigit()]
     else:
         names = [str(pid) for pid in pids]
     result.processes = len(names)
     until = result.started + limit
-    busy = _look_at_all(names, devices, result, until)
+    busy = _look_at_all(names, devices, result, until, stoppers)
     for _ in range(BUSY_LOOKS):
         if not busy:
             break
         time.sleep(BUSY_PAUSE)
-        busy = _look_at_all(busy, devices, result, until)
+        busy = _look_at_all(busy, devices, result, until, stoppers)
     result.busy.update(int(name) for name in busy)
     result.seconds = time.monotonic() - result.started
     return result
 
 
-def _look_at_all(names: list[str], devices: Device, result: Scan, until: float) -> list[str]:
+def _look_at_all(
+    names: list[str], devices: Device, result: Scan, until: float, stoppers: Stoppers
+) -> list[str]:
     """Look at these processes, by several workers at once; returns those that were in state D."""
+    times = stoppers.times()
+    result.skipped.update(pid for pid in times if str(pid) in names)
+    names = [name for name in names if times.get(int(name), 0) < 2]
     count = min(MOST_WORKERS, os.cpu_count() or 1, 1 + len(names) // PROCESSES_PER_WORKER)
-    workers = [_Worker(names[part::count], devices, result.deep) for part in range(count)]
+    workers = [_Worker(names[part::count], devices, result.deep, times) for part in range(count)]
     busy = []
     for worker in workers:
         left = worker.collect(until)
@@ -236,12 +273,14 @@ def _look_at_all(names: list[str], devices: Device, result: Scan, until: float) 
         if left:
             culprit = int(left[0])
             result.skipped.add(culprit)
-            if culprit in result.holders:
-                result.holders[culprit].blocks = True
+            stoppers.add(culprit)
             if time.monotonic() < until:
-                workers.append(_Worker(left[1:], devices, result.deep))
+                workers.append(_Worker(left[1:], devices, result.deep, times))
             else:
                 result.skipped.update(int(name) for name in left)
+    for pid in stoppers.times():
+        if pid in result.holders:
+            result.holders[pid].blocks = True
     return busy
 
 
@@ -252,7 +291,9 @@ class _Worker:
     a process that blocks it costs nothing but the look at that process.
     """
 
-    def __init__(self, names: list[str], devices: Device, deep: bool) -> None:
+    def __init__(
+        self, names: list[str], devices: Device, deep: bool, stoppers: Container[int]
+    ) -> None:
         self._names = names
         self._done = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("I")
         self._data = b""
@@ -261,14 +302,14 @@ class _Worker:
         if self._child == 0:
             try:
                 deadline.let_go(write_end)
-                self._work(write_end, devices, deep)
+                self._work(write_end, devices, deep, stoppers)
             finally:
                 os._exit(0)
         os.close(write_end)
 
-    def _work(self, pipe: int, devices: Device, deep: bool) -> None:
+    def _work(self, pipe: int, devices: Device, deep: bool, stoppers: Container[int]) -> None:
         for number, name in enumerate(self._names, 1):
-            for how, held in _look_at(name, devices, deep):
+            for how, held in _look_at(name, devices, deep, int(name) not in stoppers):
                 os.write(pipe, ("\t".join([name, how, *held]) + "\n").encode())
             self._done[0] = number
 
@@ -306,8 +347,12 @@ class _Worker:
         return [line.split("\t") for line in self._data.decode().split("\n")[:-1]]
 
 
-def _look_at(name: str, devices: Device, deep: bool) -> Iterator[tuple[str, set[str]]]:
+def _look_at(
+    name: str, devices: Device, deep: bool, maps: bool = True
+) -> Iterator[tuple[str, set[str]]]:
     """Evidence against one process and the devices it is for, each as soon as it is known.
+
+    :param maps: whether its mappings may be looked at.
 
     Moves about in /proc, so only for a worker.
     """
@@ -319,7 +364,7 @@ def _look_at(name: str, devices: Device, deep: bool) -> Iterator[tuple[str, set[
             own = _task_devices(name, devices)
             if own:
                 yield "task descriptor", own
-        if deep or held:
+        if maps and (deep or held):
             mapped = _mapped_devices(name, devices)
             if mapped:
                 yield "mapping", mapped

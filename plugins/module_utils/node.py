@@ -44,6 +44,7 @@ class Node:
         self._lock = threading.Lock()
         self._scan: holders.Scan | None = None
         self._commands: dict[tuple[int, int, str], str] = {}
+        self.stoppers = holders.Stoppers()
         if not self.minors:
             self.minors = self._minors_from_tool()
 
@@ -62,11 +63,11 @@ class Node:
                 return last
             if self._apps_readable:
                 self.session.ask("apps")
-            found = holders.scan(self.devices, deep)
+            found = holders.scan(self.devices, deep, stoppers=self.stoppers)
             if self._apps_readable and not self._add_driver_list(found) and not deep:
                 # The driver names a process that the quick look did not find a device on.
                 started = found.started
-                found = holders.scan(self.devices, deep=True)
+                found = holders.scan(self.devices, deep=True, stoppers=self.stoppers)
                 found.started = started
                 self.session.ask("apps")
                 self._add_driver_list(found)
@@ -126,14 +127,14 @@ class Node:
         return True
 
     def _recall_command(self, holder: holders.Holder) -> None:
-        """The command of a process in state D, which may be protected by it: known, or read now.
+        """The command, which may protect it, of one whose memory may be locked: known, or read now.
 
         Read once only, because a child that does so may be stuck for ever in its turn.
         """
         who = (holder.pid, holder.start, holder.name)
         if holder.command:
             self._commands[who] = holder.command
-        elif holder.state == "D":
+        elif holder.state == "D" or holder.blocks:
             if who not in self._commands:
                 self._commands[who] = _command_of_stuck(holder.pid)
             holder.command = self._commands[who]
@@ -166,7 +167,11 @@ class Node:
         Who maps a GPU uses memory of it; only where that is not told do mappings matter alone.
         """
         pids = found.skipped | (found.busy if target.holders_only else set())
-        unseen = [each for each in map(holders.Holder, sorted(pids)) if self.identify(each)]
+        everyone = [holders.Holder(pid) for pid in sorted(pids)]
+        stoppers = self.stoppers.times()
+        for each in everyone:
+            each.blocks = each.pid in stoppers
+        unseen = [each for each in everyone if self.identify(each)]
         home = self.home(target)
         return [
             each
@@ -248,7 +253,7 @@ class Node:
 
 
 def _command_of_stuck(pid: int) -> str:
-    """The command line of a process in state D, ``""`` if it cannot be had within a moment.
+    """The command line of such a process, ``""`` if it cannot be had within a moment.
 
     It lies in the process's memory, whose lock may be held until a mount answers.
     """

@@ -353,7 +353,12 @@ class Work:
         if rung["signal"] == "quit":
             return self.quit_mps(chosen, rung)
         grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
-        now = holders.scan(self.node.devices, deep=True, pids=[grip.pid for grip in grips])
+        now = holders.scan(
+            self.node.devices,
+            deep=True,
+            pids=[grip.pid for grip in grips],
+            stoppers=self.node.stoppers,
+        )
         for holder in chosen:
             self.recognise(holder, now)
         view = self.sort(now)

@@ -6,6 +6,7 @@ scan looks at. For mappings stands /dev/zero's device: mapped privately it keeps
 """
 
 import contextlib
+import functools
 import os
 import stat
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -319,8 +321,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     pids: list[int] = []
 
     class Remembered(holders._Worker):
-        def __init__(self, names: list[str], devices: holders.Device, deep: bool) -> None:
-            super().__init__(names, devices, deep)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
             pids.append(self._child)
 
     monkeypatch.setattr(holders, "_Worker", Remembered)
@@ -362,6 +364,55 @@ def test_a_process_that_blocks_the_look_hides_nobody(
     assert until(
         lambda: not Path(f"/proc/{workers[0]}").exists() or main_thread_is_dead(workers[0])
     )
+
+
+def test_who_has_stopped_a_look_stops_no_other(
+    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, workers: list[int]
+) -> None:
+    """A look that is stopped leaves a copy of this program behind that nothing can end."""
+    path = nodes.make("nvidia1", 195, 1)
+    pids = [python(BEGIN + "hold(sys.argv[1]); " + WAIT, path).pid for _ in range(2)]
+    where = "_mapped_devices"
+
+    def blocks(name: str, *more: Any, of: Any) -> Any:
+        if str(pids[0]) in name:
+            time.sleep(60)
+        return of(name, *more)
+
+    def scan() -> holders.Scan:
+        return holders.scan(DEVICES, True, pids, stoppers=stoppers)
+
+    stoppers = holders.Stoppers()
+    monkeypatch.setattr(holders, "LOOK_PATIENCE", 0.4)
+    with monkeypatch.context() as patch:
+        patch.setattr(holders, where, functools.partial(blocks, of=holders._mapped_devices))
+        for _ in range(3):
+            found = scan()
+            # Whoever has to be signalled is still found by what can be looked at.
+            assert {pid: holder.gpus for pid, holder in found.holders.items()} == {
+                pid: {1} for pid in pids
+            }
+            assert found.skipped == {pids[0]}
+            assert [pid for pid in pids if found.holders[pid].blocks] == [pids[0]]
+    assert len(workers) == 4  # one more for those after it, the first time
+    del workers[:]
+    with monkeypatch.context() as patch:
+        patch.setattr(holders, "_open_devices", functools.partial(blocks, of=holders._open_devices))
+        for _ in range(3):
+            found = scan()
+            assert (set(found.holders), found.skipped) == ({pids[1]}, {pids[0]})
+    assert len(workers) == 4
+
+
+def test_another_process_of_that_number_has_stopped_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stoppers = holders.Stoppers()
+    stoppers.add(os.getpid())
+    stoppers.add(2**22 + 1)
+    assert stoppers.times() == {os.getpid(): 1}
+    monkeypatch.setattr(holders, "stat_fields", lambda _: ["S"] * 19 + ["7"])
+    assert stoppers.times() == {}
 
 
 def test_the_memory_of_who_blocks_the_look_is_not_touched_again(python: Python) -> None:

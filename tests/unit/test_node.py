@@ -45,6 +45,7 @@ def this_node(own: str = "/user.slice/user-0.slice/session-1.scope") -> node.Nod
     host.own_owner = owners.owner_of("0::" + own + "\n", host.own_namespaces, host.own_namespaces)
     host.own_cgroup = "0::" + own + "\n"
     host._commands = {}
+    host.stoppers = holders.Stoppers()
     return host
 
 
@@ -415,3 +416,29 @@ def test_who_could_not_be_looked_at_counts_unless_it_is_ours_or_protected(
         }.items()
     }
     assert unseen == {"usual": [18], "no memory told": [18, 20], "protected": []}
+
+
+def test_the_command_of_who_has_stopped_a_look_is_read_aside(
+    python: Python, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory may be locked, and who reads that in this program would never come back."""
+    pid = python("import time; print('ready', flush=True); time.sleep(60)").pid
+    host = this_node()
+    host.stoppers.add(pid)
+    found = holders.Scan(deep=True)
+    found.skipped = {pid}
+    asked: list[int] = []
+    monkeypatch.setattr(node, "_command_of_stuck", lambda pid: asked.append(pid) or "my-editor")
+    read = holders.read_bytes
+
+    def only_without_a_lock(path: str) -> bytes:
+        assert "cmdline" not in path
+        return read(path)
+
+    monkeypatch.setattr(holders, "read_bytes", only_without_a_lock)
+    monkeypatch.setattr(host, "_is_own", lambda _: False)
+    spec = {"name": "n", "scope": "everything"}
+    assert [each.command for each in host._unseen(verdict.Target(spec), found)] == ["my-editor"]
+    protecting = verdict.Target({**spec, "protect": ["my-editor"]})
+    assert host._unseen(protecting, found) == []
+    assert asked == [pid]

@@ -79,6 +79,7 @@ class Machine:
         host._lock = threading.Lock()
         host._scan = None
         host._commands = {}
+        host.stoppers = holders.Stoppers()
         self.node = host
         monkeypatch.setattr(holders, "scan", self.scan)
         monkeypatch.setattr(holders, "describe", lambda one: one in self.there)
