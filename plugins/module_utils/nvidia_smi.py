@@ -318,6 +318,8 @@ class Session:
         self.prefix = prefix
         self.timeout = timeout
         self.lost = "%s: %s" % (place, stuck) if stuck else ""
+        # Lost because nvidia-smi hangs, which is the driver's fault and not this place's.
+        self.hung = bool(stuck)
         self.pid = 0
         self._ready = False
         self._buffer = b""
@@ -429,6 +431,7 @@ class Session:
 
     def abandon_silent(self) -> None:
         """Ask here no more: nvidia-smi did not answer in time."""
+        self.hung = True
         self._abandon("nvidia-smi did not answer within %g s" % self.timeout)
 
     def _abandon(self, why: str) -> None:

@@ -173,7 +173,7 @@ class Work:
         """Look and read, and take the second reading too if it can prove something."""
         self.count_nodes()
         self.read()
-        if self.session.lost:
+        if self.session.hung:
             # One call that hangs is enough: the driver's list would be the second.
             self.node.do_without_list(self.session.lost)
         self.look()

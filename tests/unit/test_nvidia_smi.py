@@ -567,6 +567,7 @@ def test_a_way_that_refuses_is_named() -> None:
     reading = asked(session)
     session.close()
     assert reading.problems == ["container 129: cannot read there: CT 129 not running!"]
+    assert not session.hung
 
 
 def test_a_way_that_does_not_exist_is_named() -> None:
@@ -575,6 +576,7 @@ def test_a_way_that_does_not_exist_is_named() -> None:
     session.close()
     assert not reading.readable
     assert reading.problems == ["there is no command 'no-such-pct' to reach container 129 with"]
+    assert not session.hung
 
 
 def test_what_the_way_there_prints_first_is_dropped(tmp_path: Path, place: Place) -> None:
@@ -791,6 +793,7 @@ def test_a_loop_that_falls_silent_ends_its_session(
     assert loop.over
     assert time.monotonic() - began < PATIENCE
     assert session.lost == "container 129: nvidia-smi did not answer within 0.5 s"
+    assert session.hung
 
 
 def test_a_lost_session_starts_no_loop(
@@ -922,6 +925,7 @@ def test_whose_turn_comes_later_is_not_started_when_a_call_has_got_stuck_since(
     readers.start_others()
     before = readers.of(batch.targets[32])
     assert not before.lost
+    assert not before.hung
     before.abandon_silent()
     before.close()
     in_kernel.add((4711, "1"))

@@ -29,6 +29,7 @@ class Reader:
 
     def __init__(self, used: str = "0", meanwhile: Callable[[], object] | None = None) -> None:
         self.lost = ""
+        self.hung = False
         self.used = used
         self.meanwhile = meanwhile or (lambda: None)
         self.last: nvidia_smi.Reading | None = None
@@ -164,3 +165,15 @@ def test_a_proof_is_as_old_as_the_first_of_its_two_readings(machine: Machine) ->
     assert part.proved_at() == first.at < second.at
     assert part.scan is not None
     assert part.scan.started > first.at
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_only_a_call_that_hangs_takes_the_drivers_list_from_the_others(
+    machine: Machine, hung: bool
+) -> None:
+    """A container that is not running says nothing about the driver."""
+    gone = Reader()
+    gone.lost, gone.hung = "container 130: not running", hung
+    machine.work(gone).state()
+    assert machine.node._apps_readable is not hung
+    assert (machine.node.problems != []) is hung
