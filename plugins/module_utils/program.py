@@ -50,6 +50,7 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
     timeout = max([verdict.Target(spec).smi_timeout for spec in specs], default=10.0)
     host = node.Node(timeout, readers.stuck)
     results: dict[str, dict[str, Any]] = {}
+    parts: dict[str, work.Work] = {}
     queue = list(reversed(specs))
 
     def worker() -> None:
@@ -59,7 +60,7 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
             except IndexError:
                 return
             session = readers.of(spec)
-            results[spec["name"]] = _serve(host, verdict.Target(spec), session, request)
+            results[spec["name"]] = _serve(host, verdict.Target(spec), session, request, parts)
 
     workers = min(deadline.TARGETS_AT_ONCE, len(specs))
     threads = [threading.Thread(target=worker, daemon=True) for _ in range(workers)]
@@ -68,7 +69,9 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     host.session.close()
-    answers = {spec["name"]: results.get(spec["name"]) or overdue(spec, request) for spec in specs}
+    for name in {spec["name"] for spec in specs} - set(results):
+        results[name] = overdue(name, parts.get(name), request)
+    answers = {spec["name"]: results[spec["name"]] for spec in specs}
     return summary(answers, time.monotonic() - host.began)
 
 
@@ -95,20 +98,28 @@ def unfit() -> verdict.Verdict | None:
     return None
 
 
-def overdue(spec: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """The result of a target whose work did not come to an end."""
+def overdue(name: str, part: work.Work | None, request: dict[str, Any]) -> dict[str, Any]:
+    """The result of a target whose work did not come to an end.
+
+    :param part: that work, as far as it came; ``None`` if its turn did not come.
+    """
     judged = verdict.Verdict(
         verdict.UNKNOWN,
-        "the work on %s was given up after %g s" % (spec["name"], deadline.of_request(request)),
+        "the work on %s was given up after %g s" % (name, deadline.of_request(request)),
         "something hangs in the kernel of the acting host: see dmesg there, and reboot it",
     )
-    return work.bare_result(spec["name"], judged)
+    return dict(work.bare_result(name, judged), **(part.record() if part else {}))
 
 
 def _serve(
-    host: node.Node, target: verdict.Target, session: nvidia_smi.Session, request: dict[str, Any]
+    host: node.Node,
+    target: verdict.Target,
+    session: nvidia_smi.Session,
+    request: dict[str, Any],
+    parts: dict[str, work.Work],
 ) -> dict[str, Any]:
     part = work.Work(host, target, session, request["earlier"].get(target.name, []))
+    parts[target.name] = part
     try:
         result = _result(part, request)
     except Exception as error:  # One target's failure must not take the others' answers along.

@@ -217,6 +217,11 @@ class Work:
             holder for holder in self.view.mine if restarts.times(holder, self.earlier) >= times
         ]
 
+    def record(self) -> dict[str, Any]:
+        """What has been done so far, which no result may leave out."""
+        done = list(self.actions)
+        return {"actions": done, "changed": any(each["result"] == "sent" for each in done)}
+
     def result(self, judged: verdict.Verdict | None = None) -> dict[str, Any]:
         """Everything about this target as plain data."""
         judged = judged or self.judge()
@@ -230,8 +235,7 @@ class Work:
             holders=[holder.as_dict() for holder in self.view.mine],
             spared=[dict(holder.as_dict(), why=why) for holder, why in self.view.spared],
             stuck={str(pid): why for pid, why in self.view.stuck.items()},
-            actions=self.actions,
-            changed=any(each["result"] == "sent" for each in self.actions),
+            **self.record(),
             settled=judged.word != verdict.HELD or not self.concerned(self.view),
             waiting=judged.word == verdict.HELD and not self.returned(1),
             readings=len(self.readings),
