@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # So many targets of one host are worked on at once.
 TARGETS_AT_ONCE = 32
 
+# Seconds, a day: whoever would wait longer has mistyped, and no clock goes on for ever.
+LONGEST = 86400.0
+
 # Seconds for the looks at all processes, and for everything that has no deadline of its own.
 LOOKS = 30.0
 SLACK = 10.0
@@ -30,10 +33,15 @@ def of_request(request: dict[str, Any]) -> float:
     and before any of them the first reader and the driver's numbers may have used up their time.
     """
     targets = request["targets"]
-    wait = float((request.get("rung") or {}).get("wait") or 0)
-    smi = max([float(target.get("smi_timeout") or 10) for target in targets], default=10.0)
+    wait = _granted((request.get("rung") or {}).get("wait") or 0)
+    smi = max([_granted(each.get("smi_timeout") or 10) for each in targets], default=10.0)
     rounds = -(-len(targets) // TARGETS_AT_ONCE)
     return 2 * smi + rounds * (2 * (wait + smi) + LOOKS) + SLACK
+
+
+def _granted(seconds: Any) -> float:
+    """So many seconds; none where the node refuses to wait as long, at once."""
+    return float(seconds) if 0 <= float(seconds) <= LONGEST else 0.0
 
 
 def readable(handle: int, seconds: float) -> bool:

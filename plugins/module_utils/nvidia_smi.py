@@ -557,12 +557,19 @@ class Readers:
         self._started.append(session)
         self._open[str(target["name"])] = session
 
+    def drop(self, name: str) -> None:
+        """Close the reader of a target that is not worked on, if it was started."""
+        session = self._open.pop(name, None)
+        if session:
+            session.close()
+
     def start_others(self) -> None:
         """Start the others when the first has answered, or cannot because of its own place only."""
         if len(self._ahead) > 1 and not self._first_answers():
             self.stuck = self.stuck or stuck_call()
         for target in self._ahead[1:]:
-            self._start(target)
+            if str(target["name"]) not in self._open:
+                self._start(target)
 
     def _first_answers(self) -> bool:
         """Wait for the first answer of nvidia-smi; not long, unless it sits in the kernel."""

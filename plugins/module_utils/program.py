@@ -40,16 +40,21 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
     Returns what :func:`summary` says; a target whose work failed in an unforeseen way is
     ``unknown`` with the error as its reason.
     """
-    specs = request["targets"]
+    asked = request["targets"]
     judged = unfit()
-    if judged:
-        return summary({each["name"]: work.bare_result(each["name"], judged) for each in specs}, 0)
+    refused = {each["name"]: judged for each in asked} if judged else refusals(request)
+    specs = [each for each in asked if each["name"] not in refused]
+    results = {name: work.bare_result(name, why) for name, why in refused.items()}
+    if not specs:
+        return summary(results, 0)
+    request = dict(request, targets=specs)
     until = time.monotonic() + deadline.of_request(request)
     readers = readers or nvidia_smi.Readers(specs)
     readers.start_others()
-    timeout = max([verdict.Target(spec).smi_timeout for spec in specs], default=10.0)
+    for name in refused:
+        readers.drop(name)
+    timeout = max(verdict.Target(spec).smi_timeout for spec in specs)
     host = node.Node(timeout, readers.stuck)
-    results: dict[str, dict[str, Any]] = {}
     parts: dict[str, work.Work] = {}
     queue = list(reversed(specs))
 
@@ -59,8 +64,12 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
                 spec = queue.pop()
             except IndexError:
                 return
-            session = readers.of(spec)
-            results[spec["name"]] = _serve(host, verdict.Target(spec), session, request, parts)
+            name = spec["name"]
+            try:
+                session = readers.of(spec)
+                results[name] = _serve(host, verdict.Target(spec), session, request, parts)
+            except Exception as error:  # It must not take the others' answers along.
+                results[name] = failed(name, parts.get(name), error)
 
     workers = min(deadline.TARGETS_AT_ONCE, len(specs))
     threads = [threading.Thread(target=worker, daemon=True) for _ in range(workers)]
@@ -71,7 +80,7 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
     host.session.close()
     for name in {spec["name"] for spec in specs} - set(results):
         results[name] = overdue(name, parts.get(name), request)
-    answers = {spec["name"]: results[spec["name"]] for spec in specs}
+    answers = {spec["name"]: results[spec["name"]] for spec in asked}
     return summary(answers, time.monotonic() - host.began)
 
 
@@ -98,6 +107,29 @@ def unfit() -> verdict.Verdict | None:
     return None
 
 
+def refusals(request: dict[str, Any]) -> dict[str, verdict.Verdict]:
+    """The targets, by name, that cannot be worked on in the way that they were asked for."""
+    names = [spec["name"] for spec in request["targets"]]
+    found = {}
+    for name, spec in zip(names, request["targets"]):
+        try:
+            if names.count(name) > 1:
+                raise verdict.TargetError("two targets are called %s; name each once" % name)
+            verdict.Target(spec)
+            verdict.seconds("wait of the rung", (request.get("rung") or {}).get("wait") or 0)
+        except verdict.TargetError as error:
+            advice = "correct that, and try again; nothing was read or signalled"
+            found[name] = verdict.Verdict(verdict.UNKNOWN, str(error), advice)
+    return found
+
+
+def failed(name: str, part: work.Work | None, error: Exception) -> dict[str, Any]:
+    """The result of a target whose work failed in an unforeseen way."""
+    reason = "internal error: %s: %s" % (type(error).__name__, error)
+    judged = verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug")
+    return dict(work.bare_result(name, judged), **(part.record() if part else {}))
+
+
 def overdue(name: str, part: work.Work | None, request: dict[str, Any]) -> dict[str, Any]:
     """The result of a target whose work did not come to an end.
 
@@ -122,9 +154,6 @@ def _serve(
     parts[target.name] = part
     try:
         result = _result(part, request)
-    except Exception as error:  # One target's failure must not take the others' answers along.
-        reason = "internal error: %s: %s" % (type(error).__name__, error)
-        result = part.result(verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug"))
     finally:
         part.close()
     # When it was so: an old proof must not pass for a fresh one because the batch took long.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import holders, nvidia_smi
+from ansible_collections.gpuops.gpu.plugins.module_utils import deadline, holders, nvidia_smi
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ LEFT_OUT = "left out by gpuops_gpus"
 COMM_LENGTH = 15
 
 
+class TargetError(Exception):
+    """A target is described in a way that cannot be; the text says what to write instead."""
+
+
 class Target:
     """One GPU machine to be judged, as the route describes it.
 
@@ -44,20 +48,21 @@ class Target:
         ``mps`` (``keep``, or ``quit`` to tell it to);
         ``holders_only`` (the driver tells no memory here, so holders alone decide);
         ``smi_timeout`` (seconds an answer of nvidia-smi may take).
+    :raises TargetError: one of these cannot be.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.name = str(spec["name"])
-        self.vmid = int(spec.get("vmid") or 0)
-        self.expected_gpus = int(spec.get("expected_gpus") or 0)
+        self.vmid = whole("vmid", spec.get("vmid") or 0)
+        self.expected_gpus = whole("expected_gpus", spec.get("expected_gpus") or 0)
         self.gpus = [str(gpu) for gpu in spec.get("gpus") or []]
-        self.baseline_mib = spec.get("baseline_mib") or 0
+        self.baseline_mib = baselines(spec.get("baseline_mib") or 0)
         self.protect = [str(name) for name in spec.get("protect") or []]
-        self.scope = str(spec.get("scope") or ("container" if self.vmid else "node"))
+        self.scope = scope(str(spec.get("scope") or ""), self.vmid)
         self.plan: list[dict[str, Any]] | None = spec.get("plan")
         self.quits_mps = spec.get("mps") == "quit"
         self.holders_only = bool(spec.get("holders_only"))
-        self.smi_timeout = float(spec.get("smi_timeout") or 10)
+        self.smi_timeout = seconds("smi_timeout", spec.get("smi_timeout") or 10)
         # Inside a container the memory of others is seen, but not the others.
         self.inside = False
 
@@ -73,8 +78,8 @@ class Target:
     def baseline(self, gpu: nvidia_smi.Gpu) -> int:
         """MiB that this GPU may show when idle."""
         if not isinstance(self.baseline_mib, dict):
-            return int(self.baseline_mib)
-        named = [int(mib) for name, mib in self.baseline_mib.items() if is_called(gpu, str(name))]
+            return self.baseline_mib
+        named = [mib for name, mib in self.baseline_mib.items() if is_called(gpu, name)]
         return named[0] if named else 0
 
     def is_zero(self, gpu: nvidia_smi.Gpu) -> bool:
@@ -86,6 +91,57 @@ class Target:
         if gpu.used_mib is None:
             return self.holders_only and not self.inside
         return gpu.used_mib <= (0 if self.inside else self.baseline(gpu))
+
+
+def whole(key: str, value: Any) -> int:
+    """This value as a whole number of zero or more.
+
+    :raises TargetError: it is none.
+    """
+    found = nvidia_smi.number(str(value))
+    if found is None or isinstance(value, bool):
+        raise TargetError("%s is '%.40s'; write a whole number of zero or more" % (key, value))
+    return found
+
+
+def seconds(key: str, value: Any) -> float:
+    """This value as a number of seconds, of a day at most.
+
+    :raises TargetError: it is none.
+    """
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = -1.0
+    if not 0 <= found <= deadline.LONGEST:
+        raise TargetError(
+            "%s is '%.40s'; write a number of seconds, %g at most" % (key, value, deadline.LONGEST)
+        )
+    return found
+
+
+def baselines(value: Any) -> int | dict[str, int]:
+    """MiB that an idle GPU may show: one number, or by the name of the GPU.
+
+    :raises TargetError: one of them is no whole number.
+    """
+    if isinstance(value, dict):
+        return {str(gpu): whole("baseline_mib[%s]" % gpu, mib) for gpu, mib in value.items()}
+    return whole("baseline_mib", value)
+
+
+def scope(value: str, vmid: int) -> str:
+    """Whose processes may be touched: as this says, else those of the container or of the node.
+
+    :raises TargetError: it is no scope, or none of this kind of target.
+    """
+    own = "container" if vmid else "node"
+    kind, _, name = value.partition(":")
+    # In a container all belong to the container; jobs and users can be told apart on a node.
+    if value in ("", own, "everything") or (name and kind in ("job", "user") and not vmid):
+        return value or own
+    choices = "%s, everything" % own if vmid else "node, job:ID, user:NAME, everything"
+    raise TargetError("scope is '%.40s'; write one of %s" % (value, choices))
 
 
 def is_called(gpu: nvidia_smi.Gpu, name: str) -> bool:

@@ -45,6 +45,10 @@ def test_a_request_has_an_end_after_everything_in_it_that_has_one() -> None:
     # Its own wait and the turn of another run.
     rung = {"name": "kill", "wait": 30.0}
     assert deadline.of_request({"targets": [target()], "rung": rung}) == 100 + own
+    # What is refused is not waited for.
+    for never in (-1.0, 1e300, float("inf"), float("nan")):
+        refused = {"targets": [target(never)], "rung": {"name": "kill", "wait": never}}
+        assert deadline.of_request(refused) == own
     # More targets than are worked on at once take their turns.
     many = {"targets": [target()] * (deadline.TARGETS_AT_ONCE + 1), "rung": rung}
     assert deadline.of_request(many) == 20 + 2 * (80 + deadline.LOOKS) + deadline.SLACK

@@ -943,6 +943,19 @@ def test_nothing_is_started_where_a_call_is_stuck_already(
     assert batch.starts == 0
 
 
+@pytest.mark.usefixtures("in_kernel")
+def test_the_reader_of_a_target_that_is_refused_is_closed(batch: Batch) -> None:
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    readers = batch.start(f"echo '{GOOD}'", 3)
+    # Two with one name have one reader, which can be closed.
+    readers._ahead[2]["name"] = "n1"
+    readers.start_others()
+    assert len(readers._started) == 2
+    for name in ("n0", "n1", "n1", "never started"):
+        readers.drop(name)
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
 @pytest.mark.parametrize(
     ("looks", "stuck"),
     [

@@ -14,6 +14,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     node,
     nvidia_smi,
     program,
+    verdict,
     work,
 )
 
@@ -45,7 +46,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 RUNG = {"name": "kill", "select": "devices", "signal": "KILL", "wait": 5.0}
 
 
-def release(*specs: dict[str, Any], **more: Any) -> dict[str, dict[str, Any]]:
+def release(*specs: dict[str, Any], readers: Any = None, **more: Any) -> dict[str, dict[str, Any]]:
     """What comes of a release of these targets, by name."""
     request = {
         "verb": "release",
@@ -55,7 +56,7 @@ def release(*specs: dict[str, Any], **more: Any) -> dict[str, dict[str, Any]]:
         "rung": RUNG,
         **more,
     }
-    hosts: dict[str, dict[str, Any]] = program.run(request)["hosts"]
+    hosts: dict[str, dict[str, Any]] = program.run(request, readers)["hosts"]
     return hosts
 
 
@@ -74,3 +75,91 @@ def test_the_signals_of_a_work_that_is_given_up_stay_in_the_record(
     assert answer["reason"] == "the work on node1 was given up after 0.5 s"
     assert (answer["verdict"], answer["changed"]) == ("unknown", True)
     assert answer["actions"] == [{"rung": "kill", "result": "sent"}]
+
+
+class Alone(Idle):
+    """A reader that was started for a target whose reading is not wanted is closed."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.dropped: set[str] = set()
+
+    def drop(self, name: str) -> None:
+        """Remember it."""
+        self.dropped.add(name)
+
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"baseline_mib": "abc"}, "baseline_mib is 'abc'; write a whole number of zero or more"),
+        ({"baseline_mib": -1}, "baseline_mib is '-1'; write"),
+        ({"baseline_mib": [4]}, "baseline_mib is '[4]'; write"),
+        ({"baseline_mib": 1.5}, "baseline_mib is '1.5'; write"),
+        ({"baseline_mib": {"0": 4, "1": "4 MiB"}}, "baseline_mib[1] is '4 MiB'; write"),
+        ({"vmid": "12x"}, "vmid is '12x'; write"),
+        ({"expected_gpus": -8}, "expected_gpus is '-8'; write"),
+        ({"scope": "evrything"}, "scope is 'evrything'; write one of node, job:ID, user:NAME"),
+        ({"scope": "user:"}, "scope is 'user:'; write one of"),
+        ({"scope": "job:"}, "scope is 'job:'; write one of"),
+        ({"scope": "container"}, "scope is 'container'; write one of"),
+        ({"vmid": 129, "scope": "node"}, "scope is 'node'; write one of container, everything"),
+        ({"vmid": 129, "scope": "user:bob"}, "scope is 'user:bob'; write one of"),
+        ({"smi_timeout": 1e300}, "smi_timeout is '1e+300'; write a number of seconds, 86400"),
+        ({"smi_timeout": INFINITE}, "smi_timeout is 'inf'; write"),
+        ({"smi_timeout": float("nan")}, "smi_timeout is 'nan'; write"),
+        ({"smi_timeout": -1}, "smi_timeout is '-1'; write"),
+        ({"smi_timeout": "soon"}, "smi_timeout is 'soon'; write"),
+        ({"name": "node2"}, "two targets are called node2; name each once"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused_at_once_and_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch, bad: dict[str, Any], reason: str
+) -> None:
+    served: list[str] = []
+
+    def climb(self: work.Work, _: object) -> dict[str, Any]:
+        served.append(self.target.name)
+        return work.bare_result(self.target.name, verdict.Verdict(verdict.CLEAN, ""))
+
+    monkeypatch.setattr(work.Work, "release", climb)
+    monkeypatch.setattr(node, "Node", Idle)
+    readers = Alone()
+    hosts = release({"name": "node1"}, {"name": "node2"}, {"name": "node3", **bad}, readers=readers)
+    name = bad.get("name", "node3")
+    assert hosts[name]["verdict"] == "unknown"
+    assert hosts[name]["reason"].startswith(reason)
+    assert "correct that" in hosts[name]["remedy"]
+    others = sorted({"node1", "node2"} - {name})
+    assert (sorted(served), readers.dropped) == (others, {name})
+    assert [hosts[other]["verdict"] for other in others] == ["clean"] * len(others)
+
+
+@pytest.mark.parametrize("wait", [INFINITE, float("nan"), -1.0, 86401.0])
+def test_a_rung_that_would_never_end_is_refused(wait: float) -> None:
+    hosts = release({"name": "node1"}, rung={**RUNG, "wait": wait})
+    assert hosts["node1"]["verdict"] == "unknown"
+    assert hosts["node1"]["reason"] == (
+        f"wait of the rung is '{wait}'; write a number of seconds, 86400 at most"
+    )
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("where", ["release", "result"])
+def test_a_work_that_fails_says_so_at_once_with_what_it_has_done(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def climb(self: work.Work, _: object) -> dict[str, Any]:
+        self.actions.append({"result": "sent"})
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(work.Work, "release", climb)
+    if where == "result":
+        monkeypatch.setattr(work.Work, "judge", climb)
+    answer = release({"name": "node1"})["node1"]
+    assert (answer["verdict"], answer["changed"]) == ("unknown", True)
+    assert answer["reason"] == "internal error: RuntimeError: unforeseen"
+    assert answer["actions"] == [{"result": "sent"}]
