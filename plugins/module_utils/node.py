@@ -196,7 +196,7 @@ class Node:
         name = verdict.protected_by(holder, target.protect)
         if name and not (holder.is_mps and target.quits_mps):
             doubt = "" if holder.command else "; its command could not be read"
-            return "protected by name (%s)%s" % (name, doubt)
+            return "%s (%s)%s" % (verdict.PROTECTED_BY_NAME, name, doubt)
         if target.vmid:
             self._ask_namespace(target.vmid, holder, home)
         return self._out_of_scope(target, holder)

@@ -28,6 +28,9 @@ OPENED_MIB = 64
 # Why a run that is about some GPUs spares a holder of others.
 LEFT_OUT = "left out by gpuops_gpus"
 
+# Why a process on the protect list is spared.
+PROTECTED_BY_NAME = "protected by name"
+
 # The kernel cuts a process's name after 15 characters.
 COMM_LENGTH = 15
 
@@ -397,22 +400,16 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
     where = memory_sentence(bad) if bad else "the driver's control nodes are held"
     if word == BLOCKED:
         others = {}
-        remedy = "stop it where it belongs, or widen gpuops_scope or -l to include its owner"
+        remedies = []
         for gpu in bad:
             for holder, why in view.in_the_way(gpu, target.is_zero(gpu)):
                 others[holder.pid] = "%s, %s" % (short(holder), why)
-                if holder.is_mps and why.startswith("protected") and not target.quits_mps:
-                    remedy = "set gpuops_mps=quit to have MPS told to quit"
-                elif why.startswith(LEFT_OUT):
-                    remedy = (
-                        "name its other GPUs in gpuops_gpus too, or set gpuops_baseline_mib "
-                        "where what it has merely opened may stay"
-                    )
+                remedies.append(way_out(target, holder, why))
         if others:
             return Verdict(
                 word,
                 "%s, held by %s" % (where, "; ".join(list(others.values())[:3])),
-                remedy,
+                "; ".join(sorted(set(remedies), key=remedies.index)),
             )
         return Verdict(
             word,
@@ -435,6 +432,21 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
         "%s, and no process %sholds it" % (where, seen),
         "wait for the driver to release it; if it stays, reset the GPU or reboot the node",
     )
+
+
+def way_out(target: Target, holder: holders.Holder, why: str) -> str:
+    """What to do about one that is in the way and must not be touched for this reason."""
+    if holder.is_mps and why.startswith("protected") and not target.quits_mps:
+        return "set gpuops_mps=quit to have MPS told to quit"
+    if why.startswith(PROTECTED_BY_NAME):
+        name = holder.name or "it"
+        return "stop %s, or take its name off gpuops_protect or gpuops_protect_more" % name
+    if why.startswith(LEFT_OUT):
+        return (
+            "name its other GPUs in gpuops_gpus too, or set gpuops_baseline_mib "
+            "where what it has merely opened may stay"
+        )
+    return "stop it where it belongs, or widen gpuops_scope or -l to include its owner"
 
 
 def busy(target: Target) -> Verdict:

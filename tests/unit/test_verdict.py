@@ -300,6 +300,35 @@ def test_verdicts(name: str) -> None:
     assert bool(judged.remedy) is (word != "clean")
 
 
+WIDEN = "stop it where it belongs, or widen gpuops_scope or -l to include its owner"
+STOP = "stop Xorg, or take its name off gpuops_protect or gpuops_protect_more"
+QUIT = "set gpuops_mps=quit to have MPS told to quit"
+
+
+@pytest.mark.parametrize(
+    ("case", "remedy"),
+    [
+        (Case(twice(7), foreign=[workload(9, 0)]), WIDEN),
+        (Case(twice(7), protected=[workload(9, 0, name="Xorg")]), STOP),
+        (
+            Case(twice(7), foreign=[workload(8, 0)], protected=[workload(9, 0, name="Xorg")]),
+            f"{WIDEN}; {STOP}",
+        ),
+        (Case(twice(7), foreign=[workload(8, 0), workload(9, 0)]), WIDEN),
+    ],
+)
+def test_what_to_do_about_who_is_in_the_way(case: Case, remedy: str) -> None:
+    """Nobody's scope reaches a protected process, so widening it does not help."""
+    judged = case.judge()
+    assert (judged.word, judged.remedy) == ("blocked", remedy)
+
+
+def test_what_to_do_about_an_mps_in_the_way() -> None:
+    service = workload(9, 0, name="nvidia-cuda-mps")
+    service.command = "nvidia-cuda-mps-server"
+    assert Case(twice(7), protected=[service]).judge().remedy == QUIT
+
+
 def test_the_verdict_on_each_gpu() -> None:
     case = Case(twice(0, 7, 7, 7, None), mine=[workload(8, 1)], foreign=[workload(9, 2)])
     words = [verdict.judge_gpu(case.target(), each, case.view()) for each in case.readings[-1].gpus]
