@@ -54,6 +54,13 @@ LOOK_PATIENCE = 2.0
 BUSY_LOOKS = 2
 BUSY_PAUSE = 0.02
 
+# From so many descriptors on, read for one process, its further tasks are asked for shared tables.
+MANY_DESCRIPTORS = 10000
+
+# The number of the system call kcmp by kind of machine, and from linux/kcmp.h what to compare.
+KCMP = {"x86_64": 312, "aarch64": 272, "riscv64": 272, "ppc64le": 354, "s390x": 343}
+KCMP_FILES = 2
+
 # The flag of a kernel thread in /proc/PID/stat, from include/linux/sched.h.
 KERNEL_THREAD = 0x00200000
 
@@ -190,8 +197,9 @@ class Stoppers:
 class Scan:
     """One look at all processes of the node, deep or quick.
 
-    ``skipped``: the PIDs of those that could not be looked at, or not wholly. ``busy``: of those
-    whose mappings alone could not be read, because they were in the kernel all the time.
+    ``skipped``: the PIDs of those that could not be looked at, or not wholly. ``late``: those of
+    them at which the look did not come to an end. ``busy``: the PIDs of those whose mappings alone
+    could not be read, because they were in the kernel all the time.
     """
 
     def __init__(self, deep: bool) -> None:
@@ -201,6 +209,7 @@ class Scan:
         self.processes = 0
         self.deep = deep
         self.skipped: set[int] = set()
+        self.late: set[int] = set()
         self.busy: set[int] = set()
 
     def add(self, pid: int, how: str, devices: list[str]) -> None:
@@ -248,6 +257,7 @@ def scan(
             break
         time.sleep(BUSY_PAUSE)
         busy = _look_at_all(busy, devices, result, until, stoppers)
+    result.skipped |= result.late
     result.busy.update(int(name) for name in busy)
     result.seconds = time.monotonic() - result.started
     return result
@@ -258,7 +268,7 @@ def _look_at_all(
 ) -> list[str]:
     """Look at these processes, by several workers at once; returns those that were in state D."""
     times = stoppers.times()
-    result.skipped.update(pid for pid in times if str(pid) in names)
+    result.late.update(pid for pid in times if str(pid) in names)
     names = [name for name in names if times.get(int(name), 0) < 2]
     count = min(MOST_WORKERS, os.cpu_count() or 1, 1 + len(names) // PROCESSES_PER_WORKER)
     workers = [_Worker(names[part::count], devices, result.deep, times) for part in range(count)]
@@ -272,12 +282,12 @@ def _look_at_all(
                 result.add(int(name), how, held)
         if left:
             culprit = int(left[0])
-            result.skipped.add(culprit)
-            stoppers.add(culprit)
+            result.late.add(culprit)
             if time.monotonic() < until:
+                stoppers.add(culprit)
                 workers.append(_Worker(left[1:], devices, result.deep, times))
             else:
-                result.skipped.update(int(name) for name in left)
+                result.late.update(int(name) for name in left)
     for pid in stoppers.times():
         if pid in result.holders:
             result.holders[pid].blocks = True
@@ -295,6 +305,7 @@ class _Worker:
         self, names: list[str], devices: Device, deep: bool, stoppers: Container[int]
     ) -> None:
         self._names = names
+        # How many processes, and of all of them how many tables and mappings.
         self._done = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("I")
         self._data = b""
         self._pipe, write_end = os.pipe()
@@ -310,16 +321,19 @@ class _Worker:
     def _work(self, pipe: int, devices: Device, deep: bool, stoppers: Container[int]) -> None:
         for number, name in enumerate(self._names, 1):
             for how, held in _look_at(name, devices, deep, int(name) not in stoppers):
-                os.write(pipe, ("\t".join([name, how, *held]) + "\n").encode())
+                if held or how in (BUSY, UNREADABLE):
+                    os.write(pipe, ("\t".join([name, how, *held]) + "\n").encode())
+                self._done[1] += 1
             self._done[0] = number
 
     def collect(self, until: float) -> list[str]:
         """Wait for its end; returns whom it did not get done, first the one that stopped it."""
-        seen, since = 0, time.monotonic()
+        seen, since = (0, 0), time.monotonic()
         while True:
-            if self._done[0] > seen:
-                seen, since = self._done[0], time.monotonic()
-            if seen == len(self._names) or time.monotonic() > min(until, since + LOOK_PATIENCE):
+            now = (self._done[0], self._done[1])
+            if now != seen:
+                seen, since = now, time.monotonic()
+            if seen[0] == len(self._names) or time.monotonic() > min(until, since + LOOK_PATIENCE):
                 break
             if self._readable(LOOK_PATIENCE / 4) and not self._read():
                 break
@@ -352,23 +366,23 @@ def _look_at(
 ) -> Iterator[tuple[str, set[str]]]:
     """Evidence against one process and the devices it is for, each as soon as it is known.
 
+    Also what has been looked at in vain, with no devices: so it is seen to go on.
+
     :param maps: whether its mappings may be looked at.
 
     Moves about in /proc, so only for a worker.
     """
     try:
-        none_open, held = _open_devices("/proc/" + name + "/fd", devices)
-        if held:
-            yield "descriptor", held
-        if deep or (none_open and has_threads(name)):
-            own = _task_devices(name, devices)
-            if own:
+        count, held = _open_devices("/proc/" + name + "/fd", devices)
+        yield "descriptor", held
+        if (deep or not count) and has_threads(name):
+            for own in _task_devices(name, count, devices):
                 yield "task descriptor", own
         if maps and (deep or held):
             mapped = _mapped_devices(name, devices)
-            if mapped:
+            if mapped is not None:
                 yield "mapping", mapped
-            elif mapped is None and deep:
+            elif deep:
                 yield BUSY, set()
     except (FileNotFoundError, ProcessLookupError):
         return  # It has ended, and what has ended holds nothing.
@@ -376,8 +390,8 @@ def _look_at(
         yield UNREADABLE, set()
 
 
-def _open_devices(folder: str, devices: Device) -> tuple[bool, set[str]]:
-    """Is this descriptor folder empty, and which NVIDIA devices are open in it?
+def _open_devices(folder: str, devices: Device) -> tuple[int, set[str]]:
+    """How many descriptors are in this folder, and which NVIDIA devices are open in it?
 
     Relative names from inside the folder: a third faster than absolute ones, because the
     kernel does not walk ``/proc/PID`` for each link again.
@@ -398,7 +412,7 @@ def _open_devices(folder: str, devices: Device) -> tuple[bool, set[str]]:
         device = _device_behind(descriptor, target, devices)
         if device:
             held.add(device)
-    return not descriptors, held
+    return len(descriptors), held
 
 
 def _device_behind(descriptor: str, target: str, devices: Device) -> str:
@@ -432,15 +446,42 @@ def has_threads(name: str) -> bool:
         return False
 
 
-def _task_devices(name: str, devices: Device) -> set[str]:
-    """The devices open in any task's own descriptor table."""
-    held: set[str] = set()
+def _task_devices(name: str, count: int, devices: Device) -> Iterator[set[str]]:
+    """The devices open in the descriptor table of each task but the main thread.
+
+    As a rule all have one table, and reading it once for each of hundreds of tasks takes seconds:
+    so if it is long the kernel is asked which of them have the same.
+
+    :param count: how many descriptors the main thread has.
+    """
+    known = name if count else ""
     for task in _live_tasks(name):
+        if task == name or (count > MANY_DESCRIPTORS and known and share_table(known, task)):
+            continue
         try:
-            held |= _open_devices("/proc/%s/task/%s/fd" % (name, task), devices)[1]
+            more, held = _open_devices("/proc/%s/task/%s/fd" % (name, task), devices)
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return held
+        count += more
+        known = known or (task if more else "")
+        yield held
+
+
+def share_table(one: str, other: str) -> bool:
+    """Does the kernel say that these two tasks have one descriptor table? False if it says nothing.
+
+    There is no file that tells it, so the system call kcmp has to; what calls it is loaded only
+    where it is needed, because that takes a third as long as Python takes to start.
+    """
+    try:
+        import ctypes
+
+        numbers = (KCMP[os.uname().machine], int(one), int(other), KCMP_FILES, 0, 0)
+        same = ctypes.CDLL(None).syscall(*map(ctypes.c_long, numbers)) == 0
+        # A program of 32 bits has other numbers on the same machine.
+        return same and ctypes.sizeof(ctypes.c_long) == 8
+    except Exception:  # Not there, or not allowed: then the table is read.
+        return False
 
 
 def _mapped_devices(name: str, devices: Device) -> set[str] | None:

@@ -149,7 +149,9 @@ class Node:
     def view(self, target: verdict.Target, found: holders.Scan) -> verdict.View:
         """Sort the holders by what may be done to them on behalf of this target."""
         view = verdict.View()
-        view.unreadable = [verdict.short(each) for each in self._unseen(target, found)]
+        unseen = self._unseen(target, found)
+        view.unreadable = [verdict.short(each) for each in unseen]
+        view.late = any(each.pid in found.late | found.busy for each in unseen)
         home = self.home(target)
         for holder in found.holders.values():
             why = self.why_not(target, holder, home)

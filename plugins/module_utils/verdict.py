@@ -31,6 +31,9 @@ LEFT_OUT = "left out by gpuops_gpus"
 # Why a process on the protect list is spared.
 PROTECTED_BY_NAME = "protected by name"
 
+# What to do about processes at which the look did not come to an end.
+LATE = "see in /proc/PID/stack on the acting host what they wait for, and free that or end them"
+
 # The kernel cuts a process's name after 15 characters.
 COMM_LENGTH = 15
 
@@ -175,7 +178,8 @@ class View:
     """The holders that matter to one target, sorted by what may be done to them.
 
     ``mine``: in scope and not protected. ``spared``: (holder, why), protected or foreign.
-    ``stuck``: of mine, those that outlived SIGKILL. ``unreadable``: who could not be looked at.
+    ``stuck``: of mine, those that outlived SIGKILL. ``unreadable``: who could not be looked at;
+    ``late``: because a look at them did not come to an end, and not because it was refused.
     """
 
     def __init__(self) -> None:
@@ -184,6 +188,7 @@ class View:
         self.protected: set[int] = set()
         self.stuck: dict[int, dict[str, str]] = {}
         self.unreadable: list[str] = []
+        self.late = False
 
     def holding(self, minor: int | None) -> list[holders.Holder]:
         """Mine on this GPU; a GPU whose minor number is not known may be held by any of them."""
@@ -351,7 +356,7 @@ def judge(target: Target, readings: list[nvidia_smi.Reading], view: View, nodes:
             UNKNOWN,
             "%d processes could not be looked at: %s"
             % (len(view.unreadable), ", ".join(view.unreadable[:3])),
-            "run as root in the node's own namespaces",
+            LATE if view.late else "run as root in the node's own namespaces",
         )
     earlier = readings[-2].gpus if len(readings) > 1 else []
     if [gpu.uuid for gpu in earlier if target.wants(gpu) and target.is_zero(gpu)] != [

@@ -205,6 +205,81 @@ os.close(handle)
 )
 
 
+# Threads that wait; those of even numbers make a table of their own and open a device in it.
+TASKS = (
+    BEGIN
+    + """
+os.set_blocking(0, True)
+[os.dup(0) for _ in range(int(sys.argv[2]))]
+started = threading.Barrier(int(sys.argv[1]) + 1)
+def work(number):
+    if sys.argv[3:] and number % 2 == 0:
+        assert libc.unshare(0x400) == 0
+        hold(sys.argv[3])
+    started.wait()
+    time.sleep(60)
+for number in range(int(sys.argv[1])):
+    threading.Thread(target=work, args=(number,), daemon=True).start()
+started.wait()
+"""
+    + WAIT
+)
+
+
+def test_tables_that_tasks_share_are_read_once(
+    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = nodes.make("nvidia6", 195, 6)
+    child = python(TASKS, "8", "100", path)
+    read: list[str] = []
+    open_devices = holders._open_devices
+
+    def remember(folder: str, devices: holders.Device) -> tuple[int, set[str]]:
+        read.append(folder)
+        return open_devices(folder, devices)
+
+    monkeypatch.setattr(holders, "_open_devices", remember)
+
+    def look() -> tuple[int, list[set[str]]]:
+        del read[:]
+        found = list(holders._look_at(str(child.pid), DEVICES, True))
+        return len(read), [held for how, held in found if how == "task descriptor" and held]
+
+    assert look() == (9, [{"gpu6"}] * 4)
+    monkeypatch.setattr(holders, "MANY_DESCRIPTORS", 50)
+    assert look() == (5, [{"gpu6"}] * 4)
+    # Where the kernel does not tell, all are read.
+    monkeypatch.setattr(holders, "KCMP", {})
+    assert look() == (9, [{"gpu6"}] * 4)
+
+
+def test_tables_are_shared_by_those_left_when_the_main_thread_has_exited(
+    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = nodes.make("nvidia6", 195, 6)
+    source = TASKS.replace(WAIT, "hold(sys.argv[3]); ready(); end_this_thread()")
+    child = python(source.replace("sys.argv[3:] and", "False and"), "6", "100", path)
+    assert until(lambda: main_thread_is_dead(child.pid))
+    monkeypatch.setattr(holders, "MANY_DESCRIPTORS", 50)
+    found = list(holders._look_at(str(child.pid), DEVICES, False))
+    assert [held for how, held in found if how == "task descriptor"] == [{"gpu6"}]
+
+
+def test_a_process_that_is_long_to_read_is_not_taken_for_one_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, workers: list[int]
+) -> None:
+    def slow(*_: object) -> Iterator[tuple[str, set[str]]]:
+        for _ in range(15):
+            time.sleep(0.1)
+            yield "task descriptor", set()
+        yield "task descriptor", {"gpu1"}
+
+    monkeypatch.setattr(holders, "_look_at", slow)
+    monkeypatch.setattr(holders, "LOOK_PATIENCE", 1.0)
+    scan = holders.scan(DEVICES, pids=[1])
+    assert (set(scan.holders), scan.skipped, len(workers)) == ({1}, set(), 1)
+
+
 def test_a_mapping_is_held_without_any_descriptor(python: Python, nodes: Nodes) -> None:
     child = python(MAPPED + WAIT, nodes.make("dev/nvidia4", 1, 5))
     assert found(child.pid) == {}
@@ -358,7 +433,7 @@ def test_a_process_that_blocks_the_look_hides_nobody(
     assert time.monotonic() - began < PATIENCE
     # Also the one that blocks it: its descriptors were seen before.
     assert {pid: holder.gpus for pid, holder in scan.holders.items()} == {pid: {1} for pid in pids}
-    assert scan.skipped == {pids[stuck]}
+    assert scan.skipped == scan.late == {pids[stuck]}
     assert [pid for pid in pids if scan.holders[pid].blocks] == [pids[stuck]]
     # Killed, so that nothing is left when what it was stuck in lets go of it.
     assert until(
@@ -392,7 +467,7 @@ def test_who_has_stopped_a_look_stops_no_other(
             assert {pid: holder.gpus for pid, holder in found.holders.items()} == {
                 pid: {1} for pid in pids
             }
-            assert found.skipped == {pids[0]}
+            assert found.skipped == found.late == {pids[0]}
             assert [pid for pid in pids if found.holders[pid].blocks] == [pids[0]]
     assert len(workers) == 4  # one more for those after it, the first time
     del workers[:]
@@ -432,7 +507,7 @@ def test_a_look_has_an_end_and_names_whom_it_did_not_reach(
     began = time.monotonic()
     scan = holders.scan(DEVICES, pids=[1, 2, 3], limit=0.2)
     assert 0.15 < time.monotonic() - began < PATIENCE
-    assert (scan.skipped, scan.holders) == ({1, 2, 3}, {})
+    assert (scan.skipped, scan.late, scan.holders) == ({1, 2, 3}, {1, 2, 3}, {})
     assert len(workers) == 1
 
 
@@ -472,7 +547,7 @@ def test_a_look_that_fails_is_not_taken_for_a_look_that_found_nobody(
 
     monkeypatch.setattr(holders, "_open_devices", fail)
     scan = holders.scan(DEVICES, pids=[1])
-    assert (scan.skipped, scan.holders) == ({1}, {})
+    assert (scan.skipped, scan.late, scan.holders) == ({1}, set(), {})
 
 
 @pytest.mark.parametrize("times", [1, 100])

@@ -167,6 +167,26 @@ def test_a_proof_is_as_old_as_the_first_of_its_two_readings(machine: Machine) ->
     assert part.scan.started > first.at
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_who_could_not_be_looked_at_is_named_with_what_to_do(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    def scan(*_: object, **__: object) -> holders.Scan:
+        found = holders.Scan(deep=True)
+        found.skipped, found.late = {500}, {500} if late else set()
+        return found
+
+    monkeypatch.setattr(holders, "scan", scan)
+    monkeypatch.setattr(holders, "describe", lambda one: one.pid == 500)
+    result = machine.work(Reader()).state()
+    assert (result["verdict"], result["reason"][:37]) == (
+        "unknown",
+        "1 processes could not be looked at: ?",
+    )
+    assert ("run as root" in result["remedy"]) is not late
+    assert ("/proc/PID/stack" in result["remedy"]) is late
+
+
 @pytest.mark.parametrize("hung", [False, True])
 def test_only_a_call_that_hangs_takes_the_drivers_list_from_the_others(
     machine: Machine, hung: bool
