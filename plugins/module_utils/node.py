@@ -45,8 +45,21 @@ class Node:
         self._scan: holders.Scan | None = None
         self._commands: dict[tuple[int, int, str], str] = {}
         self.stoppers = holders.Stoppers()
-        if not self.minors:
-            self.minors = self._minors_from_tool()
+        self._tool_told_minors = False
+
+    def minor_of(self, uuid: str) -> int | None:
+        """The number of this GPU's device node, ``None`` if nothing tells it.
+
+        The driver's files are read again, because they know a GPU only when it has been read once;
+        where they do not know it even then, nvidia-smi is asked, once for all.
+        """
+        if uuid not in self.minors:
+            with self._lock:  # the look asks the same reader
+                self.minors = {**self.minors, **nvidia_smi.minors_from_proc()}
+                if uuid not in self.minors and not self._tool_told_minors:
+                    self._tool_told_minors = True
+                    self.minors = {**self._minors_from_tool(), **self.minors}
+        return self.minors.get(uuid)
 
     def _minors_from_tool(self) -> dict[str, int]:
         self.session.ask("minors")

@@ -267,7 +267,10 @@ def parse_minors(text: str) -> dict[str, int]:
 
 
 def minors_from_proc(root: str = "/proc/driver/nvidia/gpus") -> dict[str, int]:
-    """UUID to minor number as the driver's own files say; empty where there are none."""
+    """UUID to minor number as the driver's own files say; empty where there are none.
+
+    They have question marks for the UUID of a GPU that nobody has used since the driver was loaded.
+    """
     minors: dict[str, int] = {}
     try:
         buses = os.listdir(root)
@@ -282,7 +285,7 @@ def minors_from_proc(root: str = "/proc/driver/nvidia/gpus") -> dict[str, int]:
         lines = dict(line.partition(":")[::2] for line in text.split("\n"))
         minor = number(lines.get("Device Minor", "").strip())
         uuid = lines.get("GPU UUID", "").strip()
-        if minor is not None and uuid:
+        if minor is not None and uuid and "?" not in uuid:
             minors[uuid] = minor
     return minors
 

@@ -84,7 +84,7 @@ class Work:
         if reading is None:
             return False
         for gpu in reading.gpus:
-            gpu.minor = self.node.minors.get(gpu.uuid)
+            gpu.minor = self.node.minor_of(gpu.uuid)
         self.readings.append(reading)
         return True
 

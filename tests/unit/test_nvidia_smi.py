@@ -403,6 +403,10 @@ def test_minor_numbers_from_the_driver(capture: Capture, tmp_path: Path) -> None
         (tmp_path / bus).mkdir()
         (tmp_path / bus / "information").write_text(text, encoding="utf-8")
     (tmp_path / "0000:00:08.0").mkdir()
+    (tmp_path / "0000:00:09.0").mkdir()
+    (tmp_path / "0000:00:09.0/information").write_text(
+        "GPU UUID: \t GPU-????????-????-????-????-????????????\nDevice Minor: \t 3\n"
+    )
     assert nvidia_smi.minors_from_proc(str(tmp_path)) == {
         "GPU-a5edddaa-6e4a-9986-b9b5-dab572bc80a9": 0,
         "GPU-b5edddaa-6e4a-9986-b9b5-dab572bc80a9": 5,

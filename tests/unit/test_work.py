@@ -81,6 +81,7 @@ class Machine:
         host._scan = None
         host._commands = {}
         host.stoppers = holders.Stoppers()
+        host._tool_told_minors = False
         self.node = host
         monkeypatch.setattr(holders, "scan", self.scan)
         monkeypatch.setattr(holders, "describe", lambda one: one in self.there)
@@ -197,3 +198,31 @@ def test_only_a_call_that_hangs_takes_the_drivers_list_from_the_others(
     machine.work(gone).state()
     assert machine.node._apps_readable is not hung
     assert (machine.node.problems != []) is hung
+
+
+@pytest.mark.parametrize("later", [{UUID: 0}, {}])
+def test_a_gpu_that_nobody_has_used_yet_is_told_from_the_others(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, later: dict[str, int]
+) -> None:
+    """Without its number every holder of another GPU would count as its holder."""
+    asked: list[str] = []
+
+    class Tool(Reader):
+        def ask(self, *questions: str) -> None:
+            asked.extend(questions)
+
+        def answer(self) -> tuple[str, int]:
+            return f"GPU UUID : {UUID}\nMinor Number : 0\nGPU UUID : GPU-5\nMinor Number : 7\n", 0
+
+    machine.node.minors = {"GPU-5": 5}
+    machine.node.session = Tool()  # type: ignore[assignment]
+    monkeypatch.setattr(nvidia_smi, "minors_from_proc", lambda: {"GPU-5": 5, **later})
+    machine.comes(device="gpu5")
+    assert machine.node.minor_of(UUID) == 0
+    assert machine.node.minor_of("GPU-5") == 5
+    assert machine.node.minor_of("GPU-6") is None
+    assert machine.node.minor_of("GPU-7") is None
+    # The driver's own files are enough, and nvidia-smi is asked once at most.
+    assert asked == ["minors"]
+    result = machine.work(Reader(), gpus=["0"]).state()
+    assert result["gpus"][0]["verdict"] == "clean"
