@@ -624,6 +624,9 @@ def _calls_in_kernel() -> set[tuple[int, str]]:
                 stat = text.read()
         except OSError:
             continue
-        if b"(nvidia-smi) D" in stat:
-            found.add((int(name), stat.rpartition(b")")[2].split()[19].decode()))
+        # From the first bracket to the last: a process can be called "(nvidia-smi) D".
+        called, _, rest = stat.partition(b"(")[2].rpartition(b")")
+        fields = rest.split()
+        if called == b"nvidia-smi" and fields[:1] == [b"D"] and len(fields) > 19:
+            found.add((int(name), fields[19].decode()))
     return found

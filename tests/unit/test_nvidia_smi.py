@@ -987,8 +987,13 @@ def test_a_call_is_known_by_number_and_start_time(monkeypatch: pytest.MonkeyPatc
         "/proc/7/stat": "7 (nvidia-smi) D " + " ".join(map(str, range(1, 50))),
         "/proc/8/stat": "8 (nvidia-smi) S " + " ".join(map(str, range(1, 50))),
         "/proc/9/stat": "9 (nvidia-smi-x) D " + " ".join(map(str, range(1, 50))),
+        # Anybody can call a process of his so.
+        "/proc/11/stat": "11 ((nvidia-smi) D) S " + " ".join(map(str, range(1, 50))),
+        "/proc/12/stat": "12 (x(nvidia-smi) D) D " + " ".join(map(str, range(1, 50))),
+        "/proc/13/stat": "13 (nvidia-smi) D 1",
     }
-    monkeypatch.setattr(nvidia_smi.os, "listdir", lambda _: ["7", "8", "9", "10", "self"])
+    names = ["7", "8", "9", "10", "11", "12", "13", "self"]
+    monkeypatch.setattr(nvidia_smi.os, "listdir", lambda _: names)
 
     def opened(path: str, *_: object) -> io.BytesIO:
         if path not in stats:
