@@ -454,11 +454,15 @@ def way_out(target: Target, holder: holders.Holder, why: str) -> str:
     return "stop it where it belongs, or widen gpuops_scope or -l to include its owner"
 
 
-def busy(target: Target) -> Verdict:
-    """Another run acts on the target, and did not get done in time."""
+def busy(target: Target, by: str) -> Verdict:
+    """Another run acts on the target, and did not get done in time.
+
+    :param by: who has its lock, in words, or ``""``.
+    """
     return Verdict(
         UNKNOWN,
-        "another run of gpuops is at work on %s and does not get done" % target.place,
+        "another run of gpuops is at work on %s and does not get done%s"
+        % (target.place, ": its lock is held by %s" % by if by else ""),
         "wait for it, or end it, and try again",
     )
 

@@ -259,7 +259,7 @@ class Work:
         try:
             waited = turn.take(float(rung["wait"]) + self.target.smi_timeout)
             if waited is None:
-                return self.result(verdict.busy(self.target))
+                return self.result(verdict.busy(self.target, self.name_of(turn.owner())))
             if waited > 0:
                 # What was asked before the turn may be about a world that is gone.
                 self.session.drop_answers()
@@ -267,6 +267,13 @@ class Work:
             return self.climb(rung, turn)
         finally:
             turn.end()
+
+    def name_of(self, pid: int) -> str:
+        """A process in words, ``""`` for 0."""
+        who = holders.Holder(pid)
+        if pid and self.node.identify(who):
+            return verdict.short(who)
+        return "process %d, which has ended" % pid if pid else ""
 
     def climb(self, rung: dict[str, Any], turn: turns.Turn) -> dict[str, Any]:
         """Choose, signal, and wait until clean or until waiting is pointless."""

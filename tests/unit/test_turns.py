@@ -13,6 +13,8 @@ import pytest
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import holders, turns
 
+from .conftest import Python
+
 
 @pytest.fixture
 def holder() -> Iterator[holders.Holder]:
@@ -58,6 +60,25 @@ def test_a_turn_is_waited_for_and_no_longer_than_said(place: tuple[str, str]) ->
     first.end()
     assert second.take(0.2) is not None
     second.end()
+
+
+LOCK = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_who_has_the_turn_is_known(place: tuple[str, str], python: Python) -> None:
+    """Anybody who may read the folder can take its lock, and not only a run of gpuops."""
+    turn, other = turns.Turn(129, *place), turns.Turn(0, *place)
+    assert turn.owner() == 0
+    child = python(LOCK, f"{place[0]}/lxc/129/ns")
+    assert turn.take(0.1) is None
+    assert (turn.owner(), other.owner()) == (child.pid, 0)
+    for each in (turn, other):
+        each.end()
 
 
 def test_containers_and_the_node_do_not_wait_for_each_other(place: tuple[str, str]) -> None:

@@ -15,6 +15,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     node,
     nvidia_smi,
     owners,
+    turns,
     verdict,
     work,
 )
@@ -84,7 +85,7 @@ class Machine:
         host._tool_told_minors = False
         self.node = host
         monkeypatch.setattr(holders, "scan", self.scan)
-        monkeypatch.setattr(holders, "describe", lambda one: one in self.there)
+        monkeypatch.setattr(holders, "describe", self.describe)
         monkeypatch.setattr(holders, "family", lambda pid: [pid, 1])
 
     def scan(self, devices: object, deep: bool = False, **_: object) -> holders.Scan:
@@ -94,6 +95,14 @@ class Machine:
         found.holders = {one.pid: one for one in self.there}
         self.during()
         return found
+
+    def describe(self, one: holders.Holder) -> bool:
+        """Stands for what /proc says of a process."""
+        known = [each for each in self.there if each.pid == one.pid]
+        for each in known:
+            one.cgroup, one.namespaces = each.cgroup, list(each.namespaces)
+            one.name, one.command = each.name, each.command
+        return bool(known)
 
     def comes(self, pid: int = 500, device: str = "gpu0", how: str = "descriptor") -> None:
         """A process of the node's own opens a device."""
@@ -226,3 +235,36 @@ def test_a_gpu_that_nobody_has_used_yet_is_told_from_the_others(
     assert asked == ["minors"]
     result = machine.work(Reader(), gpus=["0"]).state()
     assert result["gpus"][0]["verdict"] == "clean"
+
+
+@pytest.mark.parametrize(
+    ("owner", "named"),
+    [
+        (500, ": its lock is held by python3 (pid 500, host)"),
+        (501, ": its lock is held by process 501, which has ended"),
+        (0, ""),
+    ],
+)
+def test_who_has_the_turn_is_named_where_it_is_waited_for_in_vain(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, owner: int, named: str
+) -> None:
+    class Taken:
+        def __init__(self, _: int) -> None:
+            pass
+
+        def take(self, _: float) -> None:
+            """Never."""
+
+        def owner(self) -> int:
+            return owner
+
+        def end(self) -> None:
+            pass
+
+    machine.comes()
+    monkeypatch.setattr(turns, "Turn", Taken)
+    result = machine.work(Reader()).release({"name": "kill", "wait": 0.0})
+    assert result["verdict"] == "unknown"
+    assert result["reason"] == (
+        f"another run of gpuops is at work on node1 and does not get done{named}"
+    )
