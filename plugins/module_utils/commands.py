@@ -27,10 +27,14 @@ MOST_BYTES = 1 << 16
 def start(argv: list[str]) -> tuple[int, int, int]:
     """Start a command in a session of its own: its PID, its input, and its output with its errors.
 
-    :raises OSError: there is no such command.
+    :raises OSError: there is no such command, or no process or descriptor to be had.
     """
     ask_end, write = os.pipe()
-    read, answer_end = os.pipe()
+    try:
+        read, answer_end = os.pipe()
+    except OSError:
+        close(0, ask_end, write)
+        raise
     try:
         pid = os.posix_spawnp(
             argv[0],

@@ -335,10 +335,13 @@ class Session:
         self._mark = "gpuops-%s " % os.urandom(8).hex()
         if not self.lost:
             script = SESSION_SCRIPT.replace("MARK", self._mark)
+            argv = [*prefix, "sh", "-c", script]
             try:
-                self.pid, self._write, self._read = commands.start([*prefix, "sh", "-c", script])
-            except OSError:
-                self.lost = "there is no command '%s' to reach %s with" % (prefix[0], place)
+                self.pid, self._write, self._read = commands.start(argv)
+            except FileNotFoundError:
+                self.lost = "there is no command '%s' to reach %s with" % (argv[0], place)
+            except OSError as error:
+                self.lost = "%s: '%s' could not be started: %s" % (place, argv[0], error.strerror)
 
     def ask(self, *questions: str) -> None:
         """Ask without waiting, so that the answer is made while other work goes on."""

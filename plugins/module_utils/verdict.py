@@ -519,6 +519,10 @@ def remedy_for(problem: str) -> str:
 REMEDIES = (
     ("not running", "start the container (pct start), or leave it out with -l"),
     ("does not exist", "correct proxmox_vmid or gpuops_proxmox_host in the inventory"),
+    (
+        "could not be started",
+        "see what the acting host lacks: memory, processes (ulimit -u), files",
+    ),
     ("not installed", "install NVIDIA's user-space tools there, of the driver's version"),
     ("is stuck in the driver", "the node needs a reboot; nothing was read or signalled"),
     ("did not answer", "see whether nvidia-smi hangs there by hand; if so the node needs a reboot"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """The tool's output is read strictly: what is not plainly good proves nothing."""
 
+import errno
 import io
 import os
 import re
@@ -581,6 +582,40 @@ def test_a_way_that_does_not_exist_is_named() -> None:
     assert not reading.readable
     assert reading.problems == ["there is no command 'no-such-pct' to reach container 129 with"]
     assert not session.hung
+
+
+@pytest.mark.parametrize("prefix", [[], ["lxc-attach", "-n", "129", "--"]])
+def test_a_reader_that_cannot_be_started_says_why(
+    monkeypatch: pytest.MonkeyPatch, prefix: list[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "posix_spawnp", refuse)
+    session = nvidia_smi.Session("node1", prefix, 5)
+    reading = asked(session)
+    session.close()
+    name = (prefix or ["sh"])[0]
+    assert reading.problems == [
+        f"node1: '{name}' could not be started: Resource temporarily unavailable"
+    ]
+    assert not session.hung
+
+
+def test_no_descriptor_for_a_reader_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    pipes = [os.pipe()]
+
+    def one() -> tuple[int, int]:
+        if not pipes:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return pipes.pop()
+
+    monkeypatch.setattr(os, "pipe", one)
+    session = nvidia_smi.Session("node1", [], 5)
+    assert session.lost == "node1: 'sh' could not be started: Too many open files"
+    session.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_what_the_way_there_prints_first_is_dropped(tmp_path: Path, place: Place) -> None:
