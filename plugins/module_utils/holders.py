@@ -17,6 +17,7 @@ nvidia is looked at further: a stat on a descriptor of a dead network mount hang
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pwd
@@ -60,6 +61,9 @@ MANY_DESCRIPTORS = 10000
 # The number of the system call kcmp by kind of machine, and from linux/kcmp.h what to compare.
 KCMP = {"x86_64": 312, "aarch64": 272, "riscv64": 272, "ppc64le": 354, "s390x": 343}
 KCMP_FILES = 2
+
+# This program, or the whole machine, has as many files open as it may.
+EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 # The flag of a kernel thread in /proc/PID/stat, from include/linux/sched.h.
 KERNEL_THREAD = 0x00200000
@@ -544,10 +548,15 @@ def _device_by_name(path: str) -> str:
 
 
 def _live_tasks(name: str) -> list[str]:
-    """The process itself and then its other tasks: the main thread may have exited."""
+    """The process itself and then its other tasks: the main thread may have exited.
+
+    :raises OSError: as :func:`read_bytes` does.
+    """
     try:
         tasks = os.listdir("/proc/" + name + "/task")
-    except OSError:
+    except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise
         return []
     return sorted(tasks, key=lambda task: task != name)
 
@@ -625,11 +634,17 @@ def _read(pid: int, name: str) -> str:
 
 
 def read_bytes(path: str) -> bytes:
-    """A file of the kernel's; nothing if it is gone or not for us."""
+    """A file of the kernel's; nothing if it is gone or not for us.
+
+    :raises OSError: no file can be opened at all any more, which must not pass for a process that
+        is gone.
+    """
     try:
         with open(path, "rb", 0) as file:
             return file.read()
-    except OSError:
+    except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise
         return b""
 
 

@@ -9,14 +9,17 @@ each target has its own thread and deadlines, so that one that hangs does not ho
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import sys
 import threading
 import time
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import (
     deadline,
+    holders,
     node,
     nvidia_smi,
     verdict,
@@ -29,6 +32,13 @@ if TYPE_CHECKING:  # typing takes a quarter as long to import as Python takes to
 
 # The answer is the rest of the line after this word; whatever else reaches stdout is noise.
 SENTINEL = "gpuops-answer "
+
+
+# No descriptor, process or memory to be had.
+SHORT = (*holders.EXHAUSTED, errno.EAGAIN, errno.ENOMEM)
+
+# Descriptors for which this program asks: what it starts inherits that, so not without end.
+MOST_FILES = 65536
 
 
 def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> dict[str, Any]:
@@ -48,6 +58,7 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
     if not specs:
         return summary(results, 0)
     request = dict(request, targets=specs)
+    open_more_files()
     until = time.monotonic() + deadline.of_request(request)
     readers = readers or nvidia_smi.Readers(specs)
     readers.start_others()
@@ -73,8 +84,13 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
 
     workers = min(deadline.TARGETS_AT_ONCE, len(specs))
     threads = [threading.Thread(target=worker, daemon=True) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError:  # As many as there can be; they take the others' turns too.
+        threads = [thread for thread in threads if thread.ident]
+    if not threads:
+        worker()
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     host.session.close()
@@ -82,6 +98,16 @@ def run(request: dict[str, Any], readers: nvidia_smi.Readers | None = None) -> d
         results[name] = overdue(name, parts.get(name), request)
     answers = {spec["name"]: results[spec["name"]] for spec in asked}
     return summary(answers, time.monotonic() - host.began)
+
+
+def open_more_files() -> None:
+    """Take as many descriptors as are needed for a handle on each of very many holders."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < min(hard, MOST_FILES):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MOST_FILES), hard))
+        except (OSError, ValueError):
+            pass  # Whoever has no descriptor left says so.
 
 
 def unfit() -> verdict.Verdict | None:
@@ -124,9 +150,17 @@ def refusals(request: dict[str, Any]) -> dict[str, verdict.Verdict]:
 
 
 def failed(name: str, part: work.Work | None, error: Exception) -> dict[str, Any]:
-    """The result of a target whose work failed in an unforeseen way."""
-    reason = "internal error: %s: %s" % (type(error).__name__, error)
-    judged = verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug")
+    """The result of a target whose work failed: in an unforeseen way, or for want of something."""
+    if isinstance(error, OSError) and error.errno in SHORT:
+        judged = verdict.Verdict(
+            verdict.UNKNOWN,
+            "the acting host does not give gpuops what it needs: %s" % error.strerror,
+            "see what it is short of: files (ulimit -H -n), processes (ulimit -u), memory; or name "
+            "fewer hosts in one run",
+        )
+    else:
+        reason = "internal error: %s: %s" % (type(error).__name__, error)
+        judged = verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug")
     return dict(work.bare_result(name, judged), **(part.record() if part else {}))
 
 

@@ -40,6 +40,8 @@ class Grip:
 
     Where the kernel or Python has no pidfd (before Linux 5.3, Python 3.9) the start time is
     compared right before the signal instead; a small race is then left, as it is for every tool.
+
+    :raises OSError: there is a pidfd, but no descriptor to be had for it.
     """
 
     def __init__(self, pid: int, start: int) -> None:
@@ -49,8 +51,10 @@ class Grip:
         if hasattr(os, "pidfd_open"):
             try:
                 self.handle = os.pidfd_open(pid)
-            except OSError:
-                pass  # Gone, or no pidfd here; same() below tells which.
+            except OSError as error:
+                if error.errno in holders.EXHAUSTED:
+                    raise
+                # Gone, or no pidfd here; same() below tells which.
 
     def same(self) -> bool:
         """Is the process behind the number still the one that was seen?"""
@@ -87,6 +91,22 @@ class Grip:
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
+
+
+def grips_on(chosen: list[holders.Holder]) -> list[Grip]:
+    """A grip on each of these, or on nobody.
+
+    :raises OSError: as :class:`Grip` does.
+    """
+    grips: list[Grip] = []
+    try:
+        for holder in chosen:
+            grips.append(Grip(holder.pid, holder.start))
+    except OSError:
+        for grip in grips:
+            grip.close()
+        raise
+    return grips
 
 
 def why_stuck(pid: int) -> dict[str, str]:

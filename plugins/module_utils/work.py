@@ -363,7 +363,7 @@ class Work:
         """
         if rung["signal"] == "quit":
             return self.quit_mps(chosen, rung)
-        grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
+        grips = signals.grips_on(chosen)
         now = holders.scan(
             self.node.devices,
             deep=True,
@@ -411,7 +411,7 @@ class Work:
 
     def quit_mps(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
         """Tell the MPS daemons of these to quit, each once."""
-        grips = [signals.Grip(holder.pid, holder.start) for holder in chosen]
+        grips = signals.grips_on(chosen)
         self.first_signal = time.monotonic()
         home = self.node.home(self.target)
         outcome: dict[str, str] = {}

@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -62,3 +63,22 @@ def start_of() -> Callable[[int], int]:
         return int(fields[19])
 
     return read
+
+
+@pytest.fixture
+def no_descriptor_left() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """A block in which no file can be opened any more."""
+
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        # The limit is on the number of a descriptor, so those below it are used up.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    yield block

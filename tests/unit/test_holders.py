@@ -889,3 +889,19 @@ def test_mappings_of_who_has_a_device_open_are_seen_at_once(python: Python, node
     child = python(MAPPED + "hold(sys.argv[2]); " + WAIT, mapped, held)
     assert found(child.pid) == {"gpu1": {"descriptor"}, "nvidia-uvm": {"mapping"}}
     assert holders.scan(DEVICES, pids=[child.pid]).holders[child.pid].is_workload
+
+
+Block = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def test_who_cannot_be_read_for_want_of_a_descriptor_is_not_taken_for_gone(
+    no_descriptor_left: Block,
+) -> None:
+    holder = holders.Holder(os.getpid())
+    assert holders.describe(holder)
+    with no_descriptor_left():
+        for read in (holders.describe, lambda one: holders._live_tasks(str(one.pid))):
+            with pytest.raises(OSError, match="Too many open files"):
+                read(holder)
+        assert not Path("/proc/self/none").exists()
+    assert holders.read_bytes("/proc/self/none") == b""

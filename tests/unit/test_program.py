@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -163,3 +167,58 @@ def test_a_work_that_fails_says_so_at_once_with_what_it_has_done(
     assert (answer["verdict"], answer["changed"]) == ("unknown", True)
     assert answer["reason"] == "internal error: RuntimeError: unforeseen"
     assert answer["actions"] == [{"result": "sent"}]
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM])
+def test_what_the_host_does_not_give_is_no_internal_error(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def climb(*_: object) -> dict[str, Any]:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(work.Work, "release", climb)
+    answer = release({"name": "node1"})["node1"]
+    assert (answer["verdict"], answer["reason"]) == (
+        "unknown",
+        f"the acting host does not give gpuops what it needs: {os.strerror(number)}",
+    )
+    assert "ulimit" in answer["remedy"]
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("possible", [0, 2])
+def test_few_threads_serve_everybody(monkeypatch: pytest.MonkeyPatch, possible: int) -> None:
+    start, started = threading.Thread.start, []
+
+    def refuse(self: threading.Thread) -> None:
+        if len(started) == possible:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    def climb(self: work.Work, _: object) -> dict[str, Any]:
+        return work.bare_result(self.target.name, verdict.Verdict(verdict.CLEAN, ""))
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(work.Work, "release", climb)
+    hosts = release(*({"name": f"ct{number}"} for number in range(8)))
+    assert [each["verdict"] for each in hosts.values()] == ["clean"] * 8
+
+
+@pytest.mark.usefixtures("idle")
+def test_there_are_descriptors_for_thousands_of_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen: list[int] = []
+
+    def climb(self: work.Work, _: object) -> dict[str, Any]:
+        seen.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        return work.bare_result(self.target.name, verdict.Verdict(verdict.CLEAN, ""))
+
+    monkeypatch.setattr(work.Work, "release", climb)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        release({"name": "node1"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert seen == [min(before[1], program.MOST_FILES)]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """A signal reaches the process that was seen, or nobody."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -486,3 +487,28 @@ def test_a_process_that_is_really_frozen(python: Python, start_of: Start) -> Non
         assert child.wait(PATIENCE) == -signal.SIGKILL
         until(lambda: (group / "cgroup.procs").read_text() == "")
         group.rmdir()
+
+
+def test_there_is_a_grip_on_everybody_or_on_nobody(
+    python: Python, start_of: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal without a handle may hit another process, so it is not sent for want of one."""
+    chosen = [holders.Holder(python("print('ready', flush=True); input()").pid) for _ in range(3)]
+    for one in chosen:
+        one.start = start_of(one.pid)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    grips = signals.grips_on(chosen)
+    assert [grip.same() for grip in grips] == [True] * 3
+    for grip in grips:
+        grip.close()
+    opened = os.pidfd_open
+
+    def no_more(pid: int) -> int:
+        if pid == chosen[2].pid:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", no_more)
+    with pytest.raises(OSError, match="Too many open files"):
+        signals.grips_on(chosen)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
