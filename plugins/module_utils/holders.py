@@ -176,24 +176,24 @@ class Stoppers:
     """Who has stopped a look of this run, so that no further look is stopped there again.
 
     Each would leave one more copy of this program behind, stuck where no signal ends it. What they
-    have mapped is not looked at again then; where the next look is stopped too, nothing is.
+    have mapped is not looked at again then; and nothing of those who stop a look even so.
     """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[int, str], int] = {}
+        self._wholly: dict[tuple[int, str], bool] = {}
 
-    def add(self, pid: int) -> None:
-        """This process has stopped a look."""
+    def add(self, pid: int, wholly: bool) -> None:
+        """This process has stopped a look; ``wholly``: already that at its descriptors."""
         fields = stat_fields(pid)
         if fields:
             who = (pid, fields[19])
-            self._times[who] = self._times.get(who, 0) + 1
+            self._wholly[who] = wholly or who in self._wholly
 
-    def times(self) -> dict[int, int]:
-        """How often each of those that are still there has; another with its number has not."""
+    def known(self) -> dict[int, bool]:
+        """Those that are still there, and whether wholly; another with their number has not."""
         return {
-            pid: times
-            for (pid, start), times in self._times.items()
+            pid: wholly
+            for (pid, start), wholly in list(self._wholly.items())
             if (stat_fields(pid) or [""] * 20)[19] == start
         }
 
@@ -271,11 +271,11 @@ def _look_at_all(
     names: list[str], devices: Device, result: Scan, until: float, stoppers: Stoppers
 ) -> list[str]:
     """Look at these processes, by several workers at once; returns those that were in state D."""
-    times = stoppers.times()
-    result.late.update(pid for pid in times if str(pid) in names)
-    names = [name for name in names if times.get(int(name), 0) < 2]
+    known = stoppers.known()
+    result.late.update(pid for pid in known if str(pid) in names)
+    names = [name for name in names if not known.get(int(name))]
     count = min(MOST_WORKERS, os.cpu_count() or 1, 1 + len(names) // PROCESSES_PER_WORKER)
-    workers = [_Worker(names[part::count], devices, result.deep, times) for part in range(count)]
+    workers = [_Worker(names[part::count], devices, result.deep, known) for part in range(count)]
     busy = []
     for worker in workers:
         left = worker.collect(until)
@@ -288,11 +288,12 @@ def _look_at_all(
             culprit = int(left[0])
             result.late.add(culprit)
             if time.monotonic() < until:
-                stoppers.add(culprit)
-                workers.append(_Worker(left[1:], devices, result.deep, times))
+                if not worker.died:
+                    stoppers.add(culprit, not worker.has_begun)
+                workers.append(_Worker(left[1:], devices, result.deep, known))
             else:
                 result.late.update(int(name) for name in left)
-    for pid in stoppers.times():
+    for pid in stoppers.known():
         if pid in result.holders:
             result.holders[pid].blocks = True
     return busy
@@ -309,9 +310,10 @@ class _Worker:
         self, names: list[str], devices: Device, deep: bool, stoppers: Container[int]
     ) -> None:
         self._names = names
-        # How many processes, and of all of them how many tables and mappings.
+        # How many processes, of all of them how many tables and mappings, and of the present one.
         self._done = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("I")
         self._data = b""
+        self.died = False
         self._pipe, write_end = os.pipe()
         self._child = os.fork()
         if self._child == 0:
@@ -328,6 +330,8 @@ class _Worker:
                 if held or how in (BUSY, UNREADABLE):
                     os.write(pipe, ("\t".join([name, how, *held]) + "\n").encode())
                 self._done[1] += 1
+                self._done[2] += 1
+            self._done[2] = 0
             self._done[0] = number
 
     def collect(self, until: float) -> list[str]:
@@ -340,6 +344,7 @@ class _Worker:
             if seen[0] == len(self._names) or time.monotonic() > min(until, since + LOOK_PATIENCE):
                 break
             if self._readable(LOOK_PATIENCE / 4) and not self._read():
+                self.died = True
                 break
         left = self._names[self._done[0] :]
         while self._readable(0) and self._read():
@@ -350,6 +355,11 @@ class _Worker:
         # One that was killed is never waited for: it may be stuck.
         os.waitpid(self._child, os.WNOHANG if left else 0)
         return left
+
+    @property
+    def has_begun(self) -> bool:
+        """Has it looked at anything of the process at which it stopped?"""
+        return self._done[2] > 0
 
     def _readable(self, seconds: float) -> bool:
         return deadline.readable(self._pipe, seconds)

@@ -183,7 +183,7 @@ class Node:
         """
         pids = found.skipped | (found.busy if target.holders_only else set())
         everyone = [holders.Holder(pid) for pid in sorted(pids)]
-        stoppers = self.stoppers.times()
+        stoppers = self.stoppers.known()
         for each in everyone:
             each.blocks = each.pid in stoppers
         unseen = [each for each in everyone if self.identify(each)]

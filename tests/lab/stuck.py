@@ -1,5 +1,8 @@
 """A FUSE file system that never answers a read: its readers sit in state D, whatever is sent.
 
+Of a file called nvidia-something it does not even tell what it is: it can be opened, but whoever
+asks what a descriptor of it is about (stat) sits in state D as well.
+
     python -m tests.lab.stuck MNT_NS_FD MOUNT_POINT CGROUP
 
 Runs outside the host, like the server of a hung network mount: nothing on the host can free its
@@ -22,7 +25,7 @@ LOOKUP, FORGET, GETATTR, OPEN, READ, INIT = 1, 2, 3, 14, 15, 26
 OPENDIR, INTERRUPT, BATCH_FORGET = 27, 36, 42
 FOPEN_DIRECT_IO = 1
 ENOSYS, EIO = 38, 5
-ROOT, FILE = 1, 2
+ROOT, FILE, SILENT = 1, 2, 3
 TYPE, SOURCE = "fuse.sshfs", "storage:/models"  # how the mount looks in /proc/mounts
 
 
@@ -56,11 +59,15 @@ class Server:
                 "<IIIIHHIIHHI7I", 7, 31, 65536, 0, 12, 10, 65536, 1, 0, 0, 0, *[0] * 7
             )
             self.reply(unique, body[:64].ljust(64, b"\0"))
+        elif operation == GETATTR and node == SILENT:
+            pass  # never answered
         elif operation == GETATTR:
             self.reply(unique, struct.pack("<QII", 60, 0, 0) + attributes(node))
         elif operation == LOOKUP:
-            entry = struct.pack("<QQQQII", FILE, 0, 60, 60, 0, 0)
-            self.reply(unique, entry + attributes(FILE))
+            silent = request[40:].startswith(b"nvidia-")
+            found, seconds = (SILENT, 0) if silent else (FILE, 60)
+            entry = struct.pack("<QQQQII", found, 0, 60, seconds, 0, 0)
+            self.reply(unique, entry + attributes(found))
         elif operation in (OPEN, OPENDIR):
             self.reply(unique, struct.pack("<QII", 0, FOPEN_DIRECT_IO, 0))
         elif operation == READ and not self.primed:

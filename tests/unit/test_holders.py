@@ -476,18 +476,30 @@ def test_who_has_stopped_a_look_stops_no_other(
         for _ in range(3):
             found = scan()
             assert (set(found.holders), found.skipped) == ({pids[1]}, {pids[0]})
+    # And where it stops a look that leaves them out, nothing is looked at.
     assert len(workers) == 4
+    del workers[:]
+    for _ in range(3):
+        assert scan().skipped == {pids[0]}
+    assert len(workers) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(holders, "_open_devices", functools.partial(blocks, of=holders._open_devices))
+        stoppers = holders.Stoppers()
+        del workers[:]
+        for _ in range(3):
+            assert (set(scan().holders), scan().skipped) == ({pids[1]}, {pids[0]})
+    assert len(workers) == 7  # stopped at its descriptors, and so once
 
 
 def test_another_process_of_that_number_has_stopped_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stoppers = holders.Stoppers()
-    stoppers.add(os.getpid())
-    stoppers.add(2**22 + 1)
-    assert stoppers.times() == {os.getpid(): 1}
+    stoppers.add(os.getpid(), wholly=True)
+    stoppers.add(2**22 + 1, wholly=True)
+    assert stoppers.known() == {os.getpid(): True}
     monkeypatch.setattr(holders, "stat_fields", lambda _: ["S"] * 19 + ["7"])
-    assert stoppers.times() == {}
+    assert stoppers.known() == {}
 
 
 def test_the_memory_of_who_blocks_the_look_is_not_touched_again(python: Python) -> None:
@@ -520,9 +532,12 @@ def test_a_worker_that_dies_has_looked_at_those_before(
         yield "descriptor", {"gpu1"}
 
     monkeypatch.setattr(holders, "_look_at", fail)
-    scan = holders.scan(DEVICES, pids=[1, 2, 3])
-    assert (scan.skipped, set(scan.holders)) == ({2}, {1, 3})
-    assert len(workers) == 2
+    stoppers = holders.Stoppers()
+    for number in (1, 2):  # which the next look is told by nobody to leave out
+        scan = holders.scan(DEVICES, pids=[1, 2, 3], stoppers=stoppers)
+        assert (scan.skipped, set(scan.holders)) == ({2}, {1, 3})
+        assert len(workers) == 2 * number
+    assert stoppers.known() == {}
 
 
 def test_a_worker_that_gets_stuck_keeps_nothing_open_but_its_own_pipe(

@@ -424,7 +424,7 @@ def test_the_command_of_who_has_stopped_a_look_is_read_aside(
     """Its memory may be locked, and who reads that in this program would never come back."""
     pid = python("import time; print('ready', flush=True); time.sleep(60)").pid
     host = this_node()
-    host.stoppers.add(pid)
+    host.stoppers.add(pid, wholly=False)
     found = holders.Scan(deep=True)
     found.skipped = {pid}
     asked: list[int] = []
