@@ -204,10 +204,16 @@ def _hosts(limit: str | Iterable[str]) -> str:
 
 
 def _file(path: str | os.PathLike[str]) -> str:
-    """A file that Ansible is to write or read, wherever it runs."""
-    file = Path(path).absolute()
+    """A plan's file for Ansible, wherever that runs; of a link, what it leads to.
+
+    :raises UsageError: its folder is not there, or it is a pipe, a device or a folder.
+    """
+    file = Path(os.path.realpath(path))
     if not file.parent.is_dir():
         raise UsageError(f"there is no folder {file.parent}", "name a file in one that is there")
+    # Ansible would put a file in its place, and read it once for each host.
+    if file.exists() and not file.is_file():
+        raise UsageError(f"{path} is no file", "name a file for the plan")
     return str(file)
 
 

@@ -20,15 +20,16 @@ class Output(click.ParamType):  # type: ignore[type-arg]
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, Path | None]:
-        """Split it; an unknown format, or a folder that is not there, is wrong usage."""
+        """Split it; an unknown format, or a folder that is not there, is wrong usage.
+
+        ``/dev/stdout`` is standard output, so that what is for people goes elsewhere.
+        """
         format, equals, file = str(value).partition("=")
         if format not in FORMATS:
             self.fail(f"there is no format '{format}'; write one of {', '.join(FORMATS)}")
-        if equals and (
-            not file or Path(file).is_dir() or not Path(file).absolute().parent.is_dir()
-        ):
+        if equals and (not file or Path(file).is_dir() or not Path(file).parent.is_dir()):
             self.fail(f"'{file}' cannot be a file; name one in a folder that is there")
-        return format, Path(file) if equals else None
+        return format, Path(file) if equals and file != "/dev/stdout" else None
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

@@ -100,23 +100,40 @@ def prometheus(report: Report) -> str:
 def write(report: Report, format: str, path: Path) -> None:
     """Render into a file, which is there in full or not at all.
 
+    What is no file, such as a pipe, a device or an open descriptor, is written into.
+
     :raises UsageError: it cannot be written, or there is no such format.
     """
     text = render(report, format)
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-            Path(temporary).chmod(0o666 & ~_umask())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        if path.exists() and (not path.is_file() or _is_descriptor(path)):
+            # At the end: what a descriptor leads to may be a file that others write into as well.
+            with path.open("a", encoding="utf-8", errors="replace") as stream:
+                stream.write(text)
+        else:
+            _replace(Path(os.path.realpath(path)), text)  # of a link, what it leads to
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written ({error.strerror})", "name another file after --output"
         ) from error
+
+
+def _is_descriptor(path: Path) -> bool:
+    """Whether it is a name for something that is open, such as ``/dev/fd/3``."""
+    return path.absolute().is_relative_to("/dev") or path.absolute().is_relative_to("/proc")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put a file in its place, whole."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def _umask() -> int:

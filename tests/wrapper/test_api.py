@@ -57,6 +57,15 @@ def test_a_plan_in_a_folder_that_is_not_there(inventory: Path) -> None:
         gpuops.plan("all", inventory, write="/no/such/plan")
 
 
+def test_a_plan_that_is_no_file(inventory: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in ("/dev/null", tmp_path / "pipe", tmp_path):
+        with pytest.raises(UsageError, match="is no file"):
+            gpuops.plan("all", inventory, write=place)
+        with pytest.raises(UsageError, match="is no file"):
+            gpuops.reset("all", inventory, plan=place)
+
+
 def test_an_inventory_that_is_not_there() -> None:
     with pytest.raises(UsageError, match="gpuops init"):
         gpuops.status("all", "nowhere.yml")

@@ -174,6 +174,13 @@ def test_json_on_stdout_is_alone_there(call: Call, answers: Any, replay: Replay)
     assert "2 hosts: 2 clean" in done.err
 
 
+def test_dev_stdout_is_standard_output(call: Call, answers: Any, replay: Replay) -> None:
+    answers("reset", "reset-held")
+    done = call("reset", "-l", "all", "--output", "json=/dev/stdout")
+    assert Report.from_json(done.out) == replay("reset-held")
+    assert "2 hosts: 2 clean" in done.err
+
+
 @pytest.mark.parametrize("coding", ["ascii", "latin-1", "utf-8"])
 def test_a_document_on_stdout_is_utf_8_whatever_the_locale(
     replay: Replay, tmp_path: Path, coding: str

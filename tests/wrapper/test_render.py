@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import struct
 import subprocess
 import zlib
@@ -100,6 +101,59 @@ def test_a_file_is_there_in_full_or_not_at_all(replay: Replay, tmp_path: Path) -
     mask = os.umask(0o022)
     os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_what_is_no_file_is_written_into(replay: Replay, tmp_path: Path) -> None:
+    """A pipe by its name, one by its descriptor, and a device."""
+    report = replay("reset-held")
+    text = render(report, "json")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reads = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write(report, "json", pipe)
+    assert pipe.is_fifo() and os.read(reads, 1 << 16).decode() == text
+    os.close(reads)
+    reads, writes = os.pipe()
+    write(report, "json", Path(f"/dev/fd/{writes}"))
+    assert os.read(reads, 1 << 16).decode() == text
+    os.close(reads)
+    os.close(writes)
+    master, slave = os.openpty()
+    write(report, "json", Path(os.ttyname(slave)))
+    assert os.read(master, 10) == text.encode()[:1] + b"\r\n" + text.encode()[2:9]
+    assert Path(os.ttyname(slave)).is_char_device()
+    os.close(master)
+    os.close(slave)
+
+
+def test_a_file_that_is_open_is_written_into(replay: Replay, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("a+") as log:
+        print("begun", file=log, flush=True)
+        write(replay("reset-held"), "json", Path(f"/dev/fd/{log.fileno()}"))
+        print("done", file=log, flush=True)
+        log.seek(0)
+        assert log.read() == f"begun\n{render(replay('reset-held'), 'json')}done\n"
+
+
+def test_of_a_link_the_target_is_replaced(replay: Replay, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name, before in (("there/old.json", "old"), ("there/new.json", "")):
+        target, link = tmp_path / name, tmp_path / Path(name).name
+        if before:
+            target.write_text(before)
+        link.symlink_to(target)
+        write(replay("reset-held"), "json", link)
+        assert link.is_symlink()
+        assert Report.from_json(target.read_text()) == replay("reset-held")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a device")
+def test_a_full_device_says_so(replay: Replay, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    os.mknod(full, stat.S_IFCHR | 0o666, os.makedev(1, 7))
+    with pytest.raises(UsageError, match="full cannot be written"):
+        write(replay("reset-held"), "json", full)
+    assert full.is_char_device()
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self").exists(), reason="needs /proc")
