@@ -188,9 +188,10 @@ def verify(
 def _hosts(limit: str | Iterable[str]) -> str:
     """The hosts that were asked for, as after ``-l``.
 
-    Of what it cannot read Ansible makes no limit, so that ``,`` or ``[`` would mean every host.
+    Of what it cannot read Ansible makes no limit, so that ``,``, ``[`` or an ``@FILE`` without a
+    name in it would mean every host.
 
-    :raises UsageError: no host is named, or a part is no name and no pattern.
+    :raises UsageError: no host is named, or a part is no name, no pattern and no file of names.
     """
     parts = (limit if isinstance(limit, str) else ",".join(limit)).split(",")
     names = [part.strip() for part in parts if part.strip()]
@@ -200,7 +201,28 @@ def _hosts(limit: str | Iterable[str]) -> str:
     for name in names:
         if not re.search(r"[\w*]", name) or name.count("[") != name.count("]"):
             raise UsageError(f"'{name}' is no host, group or pattern", what_to_do)
+        for word in name.split(":"):  # Ansible's other way to write several
+            if word.startswith("@"):
+                _names_somebody(Path(word[1:]))
     return ",".join(names)
+
+
+def _names_somebody(file: Path) -> None:
+    """See that a file after ``-l @`` has names in it, one a line.
+
+    :raises UsageError: it has none, or cannot be read.
+    """
+    what_to_do = "write names of hosts or groups into it, one a line"
+    try:
+        if file.exists() and not file.is_file():  # a pipe would be empty when Ansible reads it
+            raise UsageError(f"the {file} of -l @{file} is no file", what_to_do)
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(
+            f"the {file} of -l @{file} cannot be read ({error.strerror})", what_to_do
+        ) from error
+    if not text.strip():
+        raise UsageError(f"the {file} of -l @{file} names no host", what_to_do)
 
 
 def _file(path: str | os.PathLike[str]) -> str:

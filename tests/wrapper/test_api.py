@@ -52,6 +52,32 @@ def test_what_ansible_would_take_for_every_host_is_refused(
         gpuops.reset(limit, inventory)
 
 
+@pytest.mark.parametrize("text", ["", "\n", " \n\t\r\n", None])
+@pytest.mark.parametrize("limit", ["@FILE", "node1,@FILE", ["@FILE"], ":@FILE", "node1:@FILE"])
+def test_a_file_of_names_without_a_name_is_refused(
+    limit: str | list[str], text: str | None, inventory: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "names"
+    if text is not None:
+        file.write_text(text)
+    given = [limit] if isinstance(limit, str) else limit
+    with pytest.raises(UsageError, match="names no host" if text is not None else "cannot be read"):
+        gpuops.reset([each.replace("FILE", str(file)) for each in given], inventory)
+
+
+def test_a_pipe_of_names_is_refused(inventory: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "names")
+    with pytest.raises(UsageError, match="is no file"):
+        gpuops.reset(f"@{tmp_path / 'names'}", inventory)
+
+
+def test_a_file_of_names_is_a_limit(inventory: Path, tmp_path: Path) -> None:
+    """Also to Ansible: a name that the inventory does not have ends the run."""
+    (tmp_path / "names").write_text("\nnode7\n")
+    with pytest.raises(AnsibleError, match=r"Could not match supplied host pattern.* node7"):
+        gpuops.status(f"@{tmp_path / 'names'}", inventory)
+
+
 def test_a_plan_in_a_folder_that_is_not_there(inventory: Path) -> None:
     with pytest.raises(UsageError, match="there is no folder /no/such"):
         gpuops.plan("all", inventory, write="/no/such/plan")
