@@ -239,6 +239,28 @@ def _file(path: str | os.PathLike[str]) -> str:
     return str(file)
 
 
+def _gpus(gpus: Gpus) -> list[str]:
+    """The GPUs that were asked for, as words.
+
+    :raises UsageError: none is named, which the collection would take for all of them, or
+        something is named that is no word and no number.
+    """
+    what_to_do = "name GPUs by index, UUID or PCI address, or leave gpus out for all of them"
+    if isinstance(gpus, str):
+        named: list[Any] = [each for each in gpus.split(",") if each.strip()]
+    elif isinstance(gpus, Iterable) and not isinstance(gpus, bytes | bytearray | memoryview):
+        named = list(gpus)
+    else:
+        named = [gpus]
+    for each in named:
+        if not isinstance(each, str | int) or isinstance(each, bool):
+            raise UsageError(f"gpus is or has in it {each!r}, which names no GPU", what_to_do)
+    words = [str(each).strip() for each in named]
+    if not any(words):
+        raise UsageError("gpus names nothing", what_to_do)
+    return words
+
+
 def _variables(
     more: Mapping[str, Any] | None,
     gpus: Gpus | None = None,
@@ -248,8 +270,7 @@ def _variables(
     """The collection's variables for what was asked; it checks them itself."""
     asked = dict(more or {})
     if gpus is not None:
-        words = gpus if isinstance(gpus, str) else str(gpus) if isinstance(gpus, int) else None
-        asked["gpuops_gpus"] = words if words is not None else [str(gpu) for gpu in gpus]  # type: ignore[union-attr]
+        asked["gpuops_gpus"] = _gpus(gpus)
     if scope is not None:
         asked["gpuops_scope"] = scope
     if profile is not None:

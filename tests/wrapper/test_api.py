@@ -92,6 +92,41 @@ def test_a_plan_that_is_no_file(inventory: Path, tmp_path: Path) -> None:
             gpuops.reset("all", inventory, plan=place)
 
 
+@pytest.mark.parametrize("gpus", [[], (), set(), "", " ", ",", [""], iter(()), (n for n in ())])
+def test_gpus_that_name_nothing_are_not_all_of_them(gpus: Any, inventory: Path) -> None:
+    for verb in (gpuops.status, gpuops.plan, gpuops.reset, gpuops.verify):
+        with pytest.raises(UsageError, match="gpus names nothing"):
+            verb("all", inventory, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    "gpus", [True, False, [True], b"0", bytearray(b"0"), 1.0, [0, 1.0], [None], [[0]], object()]
+)
+def test_gpus_that_are_no_names(gpus: Any, inventory: Path) -> None:
+    with pytest.raises(UsageError, match="names no GPU"):
+        gpuops.reset("all", inventory, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (0, ["0"]),
+        ("0", ["0"]),
+        ("0, 2-3,", ["0", "2-3"]),
+        ([0, "GPU-1"], ["0", "GPU-1"]),
+        ((n for n in (1, 2)), ["1", "2"]),
+    ],
+)
+def test_gpus_are_words(
+    gpus: Any, words: list[str], inventory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(runner, "run", lambda *_, **given: asked.update(given["variables"]))
+    with pytest.raises(AnsibleError):  # nothing was said of any host
+        gpuops.status("all", inventory, gpus=gpus)
+    assert asked == {"gpuops_gpus": words}
+
+
 def test_an_inventory_that_is_not_there() -> None:
     with pytest.raises(UsageError, match="gpuops init"):
         gpuops.status("all", "nowhere.yml")
