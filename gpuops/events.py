@@ -56,6 +56,8 @@ class _Seen:
     route: str = ""
     vmid: int = 0
     ladder: list[str] = field(default_factory=list)
+    rung: str = ""
+    """The rung that is climbed, as long as it has given no result."""
     look: dict[str, Any] = field(default_factory=dict)
     before: list[dict[str, Any]] = field(default_factory=list)
     actions: list[dict[str, Any]] = field(default_factory=list)
@@ -141,11 +143,9 @@ class Collector:
         target = result.get("target") or {}
         seen.vmid = int(target.get("vmid") or 0)
         seen.ladder = [str(rung["name"]) for rung in result.get("rungs") or []]
-        if self.verb == "verify":
-            self._tell(seen, "verify")
-        else:
-            climbs = seen.ladder and self.verb != "status"
-            self._tell(seen, seen.ladder[0] if climbs else "look")
+        if self.verb in ("plan", "reset"):
+            seen.rung = next(iter(seen.ladder), "")
+        self._tell(seen, seen.rung or ("verify" if self.verb == "verify" else "look"))
 
     def _batch(self, ours: str, result: Mapping[str, Any]) -> None:
         """What the acting host says of all hosts that it stands for."""
@@ -161,11 +161,10 @@ class Collector:
             if found.get("actions"):
                 seen.actions += found["actions"]
                 seen.rungs.append(_rung(rung, seconds, found))
-            phase = "verify"
-            if ours == "gpu_release" and rung in seen.ladder:
-                later = seen.ladder[seen.ladder.index(rung) + 1 :]
-                phase = later[0] if later and not found.get("settled") else "verify"
-            self._tell(seen, phase)
+            seen.rung = ""
+            if ours == "gpu_release" and rung in seen.ladder and not found.get("settled"):
+                seen.rung = next(iter(seen.ladder[seen.ladder.index(rung) + 1 :]), "")
+            self._tell(seen, seen.rung or "verify")
 
     def _said(self, seen: _Seen, ours: str, result: Mapping[str, Any]) -> None:
         """A host's own result."""
@@ -256,7 +255,7 @@ class Collector:
         word, reason, remedy = (str(seen.look.get(k, "")) for k in ("verdict", "reason", "remedy"))
         said = seen.certificate or str(seen.own.get("verdict", ""))
         if seen.failed and said in ("", "clean"):
-            return "unknown", seen.failed, "correct that and run it again"
+            return "unknown", seen.failed + self._unsure(seen), "correct that and run it again"
         complete = bool(seen.certificate) or (bool(seen.own) and self.verb not in CERTIFIED)
         if complete or (said and said != "clean"):
             if said == "held" and seen.look.get("holders") and seen.look.get("waiting"):
@@ -264,10 +263,16 @@ class Collector:
             if said == word:
                 return _word(said), reason, remedy
             return _word(said), _text(seen.failed), "run it again"
-        last = f"; {word} at the last look: {reason}" if word else ""
+        last = (f"; {word} at the last look: {reason}" if word else "") + self._unsure(seen)
         if ended:
             return "unknown", f"{ended} before it was proved{last}", "run it again"
         return "unknown", f"{where} gave no answer for it{last}", "run it again with -v"
+
+    def _unsure(self, seen: _Seen) -> str:
+        """What may have been done on a host in a rung that never gave its result."""
+        if self.verb != "reset" or self.check or not seen.rung:
+            return ""
+        return f"; signals of step {seen.rung} may have been sent and are not in this report"
 
     def _host(self, seen: _Seen, ended: str) -> Host:
         verdict, reason, remedy = self._verdict(seen, ended)

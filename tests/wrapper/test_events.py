@@ -162,6 +162,41 @@ def test_cut_off_anywhere_nobody_is_clean_without_a_certificate(
         assert report.exit_code == 130
 
 
+@pytest.mark.parametrize("ended", ["interrupted", "timed out after 3 s", ""])
+@pytest.mark.parametrize(("results", "rung"), [(0, "terminate"), (1, "kill"), (2, "")])
+def test_cut_off_in_a_rung_its_signals_are_not_denied(
+    replay: Replay, ended: str, results: int, rung: str
+) -> None:
+    """The container climbs two rungs, the node is clean in the first."""
+    seen = 0
+
+    def over(event: dict[str, Any]) -> bool:
+        nonlocal seen
+        data = event["event_data"]
+        mine = data.get("host") == "ct129" and data["resolved_action"].endswith("gpu_release")
+        seen += mine and event["event"] == "runner_item_on_ok"
+        return seen > results or (mine and event["event"] == "runner_on_ok")
+
+    container, node = replay("reset-held", upto=over, ended=ended).hosts
+    assert container.verdict == node.verdict == "unknown"
+    said = f"; signals of step {rung} may have been sent and are not in this report"
+    assert container.reason.endswith(said) if rung else "signals" not in container.reason
+    assert "signals" not in node.reason
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_cut_off_anywhere_who_signals_nobody_speaks_of_no_signals(
+    recorded: Callable[[str], dict[str, Any]], name: str
+) -> None:
+    """Whatever the verb, in check mode; and whatever the mode, every verb but one."""
+    run = recorded(name)
+    collector = Collector(run["verb"], run["check"] or run["verb"] == "reset")
+    for event in run["events"]:
+        collector.take(event)
+        report = collector.report(ended="interrupted")
+        assert not any("signals of step" in host.reason for host in report.hosts)
+
+
 def test_a_failure_that_only_the_recap_knows_is_not_clean(
     recorded: Callable[[str], dict[str, Any]],
 ) -> None:
