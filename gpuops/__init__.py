@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         GpuopsError,
         Interrupted,
         NotCleanError,
+        PlanError,
         ReportError,
         UsageError,
     )
@@ -36,6 +37,7 @@ __all__ = [
     "GpuopsError",
     "Interrupted",
     "NotCleanError",
+    "PlanError",
     "Report",
     "ReportError",
     "UsageError",
@@ -56,6 +58,7 @@ _HOMES = {
         "GpuopsError",
         "Interrupted",
         "NotCleanError",
+        "PlanError",
         "ReportError",
         "UsageError",
     ),

@@ -6,23 +6,32 @@ All are safe to call from several threads at once, and change nothing that is cl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from gpuops import runner
-from gpuops.errors import AnsibleError, Interrupted, UsageError
+from gpuops.errors import AnsibleError, Interrupted, PlanError, UsageError
 from gpuops.events import Collector, Step
 from gpuops.report import Report
 from gpuops.runner import Inventory
 
 Watch = Callable[[Step], None]
 Gpus = str | int | Iterable[str | int]
+
+PLAYBOOKS = {
+    "status": "gpu_status",
+    "plan": "plan_gpus",
+    "reset": "reset_gpus",
+    "verify": "verify_gpus",
+}
 
 
 def status(
@@ -56,19 +65,8 @@ def status(
     :raises Interrupted: Ctrl-C or ``cancel``; holds the report so far.
     """
     asked = _variables(variables, gpus=gpus, scope=scope)
-    return _run(
-        "status",
-        "gpu_status",
-        limit,
-        inventory,
-        asked,
-        False,
-        timeout,
-        watch,
-        verbosity,
-        output,
-        cancel,
-    )
+    collector = Collector("status", False, watch)
+    return _run(collector, limit, inventory, asked, timeout, verbosity, output, cancel)
 
 
 def plan(
@@ -88,26 +86,29 @@ def plan(
 ) -> Report:
     """Whom would :func:`reset` signal? Signals nobody.
 
-    :param write: a file to write the plan to, for ``plan`` of :func:`reset`.
+    :param write: a file to write the plan to, for ``plan`` of :func:`reset`. One that is there
+        stays as it is until the new one is there in full.
 
     The other parameters and the exceptions are those of :func:`status` and :func:`reset`.
+
+    :raises PlanError: the plan was not written; holds the report.
     """
     asked = _variables(variables, gpus=gpus, scope=scope, profile=profile)
-    if write is not None:
-        asked["gpuops_plan"] = _file(write)
-    return _run(
-        "plan",
-        "plan_gpus",
-        limit,
-        inventory,
-        asked,
-        True,
-        timeout,
-        watch,
-        verbosity,
-        output,
-        cancel,
-    )
+    collector = Collector("plan", True, watch)
+    given = (limit, inventory, asked, timeout, verbosity, output, cancel)
+    if write is None:
+        return _run(collector, *given)
+    with _fresh(Path(_file(write))) as file:
+        asked["gpuops_plan"] = str(file)
+        report = _run(collector, *given)
+        if not file.exists():
+            why = report.ended or next(reversed(collector.failures), "no host could be looked at")
+            raise PlanError(
+                report,
+                f"the plan was not written to {write} ({why})",
+                "put that right and plan again, before a reset with --plan",
+            )
+    return report
 
 
 def reset(
@@ -137,19 +138,8 @@ def reset(
     asked = _variables(variables, gpus=gpus, scope=scope, profile=profile)
     if plan is not None:
         asked["gpuops_plan"] = _file(plan)
-    return _run(
-        "reset",
-        "reset_gpus",
-        limit,
-        inventory,
-        asked,
-        check,
-        timeout,
-        watch,
-        verbosity,
-        output,
-        cancel,
-    )
+    collector = Collector("reset", check, watch)
+    return _run(collector, limit, inventory, asked, timeout, verbosity, output, cancel)
 
 
 def verify(
@@ -170,19 +160,8 @@ def verify(
     The parameters and the exceptions are those of :func:`status`.
     """
     asked = _variables(variables, gpus=gpus, scope=scope)
-    return _run(
-        "verify",
-        "verify_gpus",
-        limit,
-        inventory,
-        asked,
-        False,
-        timeout,
-        watch,
-        verbosity,
-        output,
-        cancel,
-    )
+    collector = Collector("verify", False, watch)
+    return _run(collector, limit, inventory, asked, timeout, verbosity, output, cancel)
 
 
 def _hosts(limit: str | Iterable[str]) -> str:
@@ -239,6 +218,26 @@ def _file(path: str | os.PathLike[str]) -> str:
     return str(file)
 
 
+@contextlib.contextmanager
+def _fresh(file: Path) -> Iterator[Path]:
+    """A name for Ansible to write to: what is there in the end was written by this run.
+
+    Of an old plan nobody could tell, since Ansible leaves a file alone that it finds as it should
+    be.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent)
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be written ({error.strerror})", "name a file in another folder"
+        ) from error
+    with folder as name:
+        fresh = Path(name, file.name)
+        yield fresh
+        if fresh.exists():
+            fresh.replace(file)
+
+
 def _gpus(gpus: Gpus) -> list[str]:
     """The GPUs that were asked for, as words.
 
@@ -279,14 +278,11 @@ def _variables(
 
 
 def _run(
-    verb: str,
-    playbook: str,
+    collector: Collector,
     limit: str | Iterable[str],
     inventory: Inventory | None,
     variables: dict[str, Any],
-    check: bool,
     timeout: float | None,
-    watch: Watch | None,
     verbosity: int,
     output: Callable[[str], None] | None,
     cancel: threading.Event | None,
@@ -294,7 +290,6 @@ def _run(
     hosts = _hosts(limit)
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout is {timeout}", "give a number of seconds above zero")
-    collector = Collector(verb, check, watch)
     began, started = time.monotonic(), datetime.now(UTC)
 
     def take(event: Mapping[str, Any]) -> None:
@@ -313,12 +308,12 @@ def _run(
 
     try:
         runner.run(
-            playbook,
+            PLAYBOOKS[collector.verb],
             take,
             limit=hosts,
             inventory=inventory,
             variables=variables,
-            check=check and verb == "reset",
+            check=collector.check and collector.verb == "reset",
             words=output is not None,
             verbosity=verbosity,
             timeout=timeout,

@@ -74,7 +74,8 @@ def plan(write: str | None, **given: Any) -> None:
 
     \b
     gpuops plan -l ct129
-    gpuops plan -l ct129 --write ct129.plan && gpuops reset -l ct129 --plan ct129.plan
+    gpuops plan -l ct129 --write ct129.plan
+    gpuops reset -l ct129 --plan ct129.plan
     """
     run("plan", given, {"write": write})
 

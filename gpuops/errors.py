@@ -22,6 +22,14 @@ class UsageError(GpuopsError):
     """What was asked for cannot be: a wrong option, an inventory that is not there."""
 
 
+class PlanError(UsageError):
+    """The plan that was to be written was not; ``report`` holds what was found all the same."""
+
+    def __init__(self, report: Report, what: str, remedy: str) -> None:
+        super().__init__(what, remedy)
+        self.report = report
+
+
 class AnsibleError(GpuopsError):
     """Ansible ended before it had a result; ``text`` holds its own words."""
 

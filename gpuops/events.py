@@ -87,6 +87,7 @@ class Collector:
         self.stats: dict[str, Any] | None = None
         self.warnings: list[str] = []
         self.text: list[str] = []
+        self.failures: list[str] = []
         self.steps: dict[str, Step] = {}
 
     def take(self, event: Mapping[str, Any]) -> None:
@@ -182,6 +183,7 @@ class Collector:
         if ours == "gpu_verify" and "verdict" in result:
             self._said(seen, ours, result)
             return
+        self.failures.append(message)
         if ours == "gpu_route":
             seen.refused = message
         elif ours == "gpu_release" and seen.look.get("refused"):

@@ -15,7 +15,7 @@ import click
 
 from gpuops import api, history, render
 from gpuops import screen as screens
-from gpuops.errors import GpuopsError, Interrupted, UsageError
+from gpuops.errors import GpuopsError, Interrupted, PlanError, UsageError
 from gpuops.report import Report, totals
 from gpuops.screen import Screen
 
@@ -44,6 +44,7 @@ def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fal
         "verbosity": max(0, verbosity - 1),
         "output": words.say if verbosity else None,
     }
+    problems: list[GpuopsError] = []
     with words, screen:
         try:
             if asks:
@@ -52,8 +53,11 @@ def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fal
                 found = getattr(api, verb)(limit, inventory, **options, **more)
         except Interrupted as error:
             found = error.report
+        except PlanError as error:
+            found = error.report
+            problems.append(error)
         # Before anything is shown: whoever reads it may have stopped to.
-        problems = list(_keep(found, targets, log_dir))
+        problems += _keep(found, targets, log_dir)
         screen.close()
         try:
             show(found, targets, screen)
@@ -132,9 +136,14 @@ def _ask_and_reset(limit: str, inventory: Any, options: dict[str, Any], screen: 
     """Show whom a reset would signal, ask, and then signal these and nobody else."""
     with tempfile.TemporaryDirectory(prefix="gpuops-plan-") as folder:
         file = Path(folder, "plan.json")
-        planned = api.plan(limit, inventory, write=file, **options)
-        names = [host.name for host in planned.hosts if host.verdict in PLANNED]
-        if planned.ended or not names or not file.exists():
+        try:
+            planned = api.plan(limit, inventory, write=file, **options)
+        except PlanError as error:
+            if names_of(error.report) and not error.report.ended:
+                raise
+            return error.report  # which says why nobody could be looked at
+        names = names_of(planned)
+        if planned.ended or not names:
             return planned
         if planned.totals.killed:
             screen.close()
@@ -151,6 +160,11 @@ def _ask_and_reset(limit: str, inventory: Any, options: dict[str, Any], screen: 
         screen.open()
         done = api.reset(names, inventory, plan=file, **options)
         return joined(done, planned, limit)
+
+
+def names_of(planned: Report) -> list[str]:
+    """The hosts of a plan that a reset could go to."""
+    return [host.name for host in planned.hosts if host.verdict in PLANNED]
 
 
 def joined(done: Report, planned: Report, limit: str) -> Report:

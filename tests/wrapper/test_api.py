@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import gpuops
-from gpuops import AnsibleError, UsageError, runner
+from gpuops import AnsibleError, PlanError, UsageError, runner
 from tests.lab import Lab
 
 SECRET = "hunter2-a-word-that-is-nowhere-else"
@@ -81,6 +81,66 @@ def test_a_file_of_names_is_a_limit(inventory: Path, tmp_path: Path) -> None:
 def test_a_plan_in_a_folder_that_is_not_there(inventory: Path) -> None:
     with pytest.raises(UsageError, match="there is no folder /no/such"):
         gpuops.plan("all", inventory, write="/no/such/plan")
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, recorded: Any) -> Any:
+    """Let a plan be a recorded run that writes this text, or that fails to and says why."""
+
+    def arrange(text: str = "", why: str = "", ended: str = "") -> None:
+        def run(_: str, take: Any, *, variables: dict[str, Any], **__: Any) -> None:
+            for event in recorded("plan-held")["events"]:
+                if event["event"] == "playbook_on_stats" and why:
+                    failed = {"host": "ct129", "res": {"msg": why}}
+                    take({"event": "runner_on_failed", "event_data": failed})
+                take(event)
+            if ended:
+                raise runner.Ended(ended)
+            if text:
+                Path(variables["gpuops_plan"]).write_text(text)
+
+        monkeypatch.setattr(runner, "run", run)
+
+    return arrange
+
+
+def test_a_plan_takes_the_place_of_an_old_one(
+    planned: Any, inventory: Path, tmp_path: Path
+) -> None:
+    """Also if they are the same, when Ansible by itself would leave the old file alone."""
+    for text in ("one", "two", "two"):
+        planned(text)
+        gpuops.plan("all", inventory, write=tmp_path / "plan")
+        assert (tmp_path / "plan").read_text() == text
+    assert {path.name for path in tmp_path.iterdir()} == {"hosts.yml", "plan"}
+
+
+@pytest.mark.parametrize("old", ["", "an old plan"])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"why": "No space left on device"}, r"not written to .*plan \(No space left on device\)"),
+        ({"ended": "timed out after 3 s"}, r"not written to .*plan \(timed out after 3 s\)"),
+        ({}, r"not written to .*plan \(no host could be looked at\)"),
+    ],
+)
+def test_a_plan_that_is_not_written_is_an_error(
+    planned: Any, inventory: Path, tmp_path: Path, old: str, how: dict[str, str], says: str
+) -> None:
+    planned(**how)
+    file = tmp_path / "plan"
+    if old:
+        file.write_text(old)
+    with pytest.raises(PlanError, match=says) as caught:
+        gpuops.plan("all", inventory, write=file)
+    assert [host.name for host in caught.value.report.hosts] == ["ct129", "node1"]
+    assert (file.read_text() if file.exists() else "") == old
+    assert [path.name for path in tmp_path.iterdir() if path != file] == ["hosts.yml"]
+
+
+def test_a_plan_where_nothing_can_be_written(inventory: Path) -> None:
+    with pytest.raises(UsageError, match="plan cannot be written"):
+        gpuops.plan("all", inventory, write="/proc/self/plan")
 
 
 def test_a_plan_that_is_no_file(inventory: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import pexpect
 import pytest
 import yaml
 
-from gpuops import Interrupted, Report, api, cli, options
+from gpuops import Interrupted, PlanError, Report, api, cli, options
 from tests.lab import Lab
 from tests.wrapper.conftest import RECORDED, Replay
 
@@ -164,6 +165,61 @@ def test_a_bug_is_no_traceback_either(call: Call, answers: Any) -> None:
     assert done.err.splitlines()[0] == "gpuops: internal error: RuntimeError: the sky fell"
 
 
+# --- a plan, and the question ---
+
+
+@pytest.fixture
+def types(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let somebody sit at the terminal and type this."""
+
+    class Typed(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def arrange(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", Typed(text))
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+    return arrange
+
+
+def not_written(report: Report) -> PlanError:
+    return PlanError(report, "the plan was not written (no space)", "plan again")
+
+
+def test_a_plan_that_was_not_written_is_shown_and_ends_with_2(
+    call: Call, answers: Any, replay: Replay, tmp_path: Path
+) -> None:
+    answers("plan", not_written(replay("plan-held")))
+    file = tmp_path / "r.json"
+    done = call("plan", "-l", "all", "--write", "x", "--output", f"json={file}")
+    assert done.code == 2
+    assert done.err.splitlines()[0] == "gpuops: the plan was not written (no space)"
+    assert "ct129  held" in done.out
+    assert Report.from_json(file.read_text()) == replay("plan-held")
+
+
+def test_without_a_plan_there_is_an_error_and_no_question(
+    call: Call, answers: Any, replay: Replay, types: Callable[[str], None]
+) -> None:
+    answers("plan", not_written(replay("plan-held")))
+    asked = answers("reset", "reset-held")
+    types("y\n")
+    done = call("reset", "-l", "all")
+    assert done.code == 2 and not asked
+    assert "the plan was not written (no space)" in done.err and "[y/N]" not in done.err
+
+
+def test_where_nobody_could_be_looked_at_the_plan_itself_says_why(
+    call: Call, answers: Any, replay: Replay, types: Callable[[str], None]
+) -> None:
+    answers("plan", not_written(replay("status-unknown")))
+    types("y\n")
+    done = call("reset", "-l", "all")
+    assert done.code == 13 and done.err == ""
+    assert "ct129  unknown" in done.out
+
+
 # --- output ---
 
 
@@ -254,6 +310,7 @@ def test_help_tells_the_exit_codes(call: Call, verb: str) -> None:
     assert done.code == 0
     for code in (0, 2, 10, 11, 12, 13, 14, 130):
         assert re.search(rf"^ +{code}  \w", done.out, re.M)
+    assert "&& gpuops" not in done.out, "on a held machine they do not end with 0"
 
 
 @pytest.mark.parametrize("shell", cli.SHELLS)
