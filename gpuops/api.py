@@ -338,7 +338,11 @@ def _run(
 
 
 def _last_words(said: list[str]) -> str:
-    """What Ansible itself says of why there is no result: its errors, else all of it."""
+    """What Ansible itself says of why there is no result.
+
+    First its errors, then its warnings, which may be what led to them; without any, all of it.
+    """
     errors = [text for text in said if text.startswith("[ERROR]") or "ERROR!" in text]
-    text = " ".join(errors or said).replace("[ERROR]: ", "")
+    warnings = [text for text in said if text.startswith("[WARNING]")]
+    text = " ".join([*errors, *warnings] or said).replace("[ERROR]: ", "")
     return f"Ansible ended without a result: {text[:600] or 'it said nothing'}"

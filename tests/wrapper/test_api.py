@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible.config.manager import find_ini_config_file
 
 import gpuops
 from gpuops import AnsibleError, PlanError, UsageError, runner
@@ -249,8 +250,63 @@ def test_without_an_inventory_the_usual_place_is_taken(
     (tmp_path / "inventory").mkdir()
     (tmp_path / "inventory/hosts.yml").write_text(SITES)
     assert runner.inventory_sources(None) == [str(tmp_path / "inventory/hosts.yml")]
-    (tmp_path / "ansible.cfg").write_text("[defaults]\ninventory = other\n")
-    assert runner.inventory_sources(None) == []
+
+
+NAMED = "[defaults]\ninventory = other\n"
+NOT_NAMED = "[defaults]\nforks = 5 ; not many\n[ssh_connection]\nssh_args = -o ControlPath=%%h\n"
+
+
+@pytest.mark.parametrize("open_to_all", [False, True])
+@pytest.mark.parametrize("asked_for", ["", "ansible.cfg", "mine.cfg", "folder", "none.cfg"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"ansible.cfg": NAMED},
+        {"ansible.cfg": NOT_NAMED},
+        {"home/.ansible.cfg": NAMED},
+        {"home/.ansible.cfg": NOT_NAMED},
+        {"ansible.cfg": NOT_NAMED, "home/.ansible.cfg": NAMED},
+        {"ansible.cfg": "", "mine.cfg": NAMED, "folder/ansible.cfg": NAMED},
+        {"ansible.cfg": NAMED, "mine.cfg": "", "folder/ansible.cfg": NOT_NAMED},
+        {"ansible.cfg": "no settings"},
+    ],
+)
+def test_the_usual_place_yields_to_an_inventory_that_ansible_would_take(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    asked_for: str,
+    open_to_all: bool,
+) -> None:
+    """Which file of settings Ansible would take, it says itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ANSIBLE_INVENTORY", raising=False)
+    monkeypatch.delenv("ANSIBLE_CONFIG", raising=False)
+    if asked_for:
+        monkeypatch.setenv("ANSIBLE_CONFIG", asked_for)
+    for folder in ("home", "folder", "inventory"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "inventory/hosts.yml").write_text(SITES)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    if open_to_all:
+        tmp_path.chmod(0o777)
+    taken = find_ini_config_file()
+    settings = Path(taken).read_text() if taken else ""
+    named = "inventory" in settings or "no settings" in settings
+    usual = [str(tmp_path / "inventory/hosts.yml")]
+    assert runner.inventory_sources(None) == ([] if named else usual)
+    assert ("ANSIBLE_FORKS" in runner.environment()) is (taken is None)
+
+
+def test_ansibles_warnings_are_shown_beside_its_errors(inventory: Path) -> None:
+    inventory.write_text("")
+    with pytest.raises(AnsibleError) as caught:
+        gpuops.status("node7", inventory)
+    assert "Could not match supplied host pattern, ignoring: node7" in caught.value.text
+    assert "hosts list is empty" in caught.value.text
 
 
 def test_our_defaults_yield_to_a_configuration(
