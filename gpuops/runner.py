@@ -53,6 +53,17 @@ STRICT = {
     "ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED": "True",
 }
 
+# Settings that may be sound elsewhere. At a prompt a run would wait for ever, since its terminal is
+# ansible-runner's; and results that are hidden say nothing to us either.
+UNFIT = {
+    "ANSIBLE_ASK_PASS": "False",
+    "ANSIBLE_BECOME_ASK_PASS": "False",
+    "ANSIBLE_ASK_VAULT_PASS": "False",
+    "ANSIBLE_NO_LOG": "False",
+}
+# A prompt that no setting forbids, of vault_identity_list = NAME@prompt; Ansible then says so.
+NO_ANSWER = {r"Vault password.*: ?$": ""}
+
 Inventory = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -169,7 +180,7 @@ def versions() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """What Ansible needs beside the environment as it is."""
-    added = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0"} | STRICT
+    added = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0"} | STRICT | UNFIT
     if _settings() is None:
         added |= {name: value for name, value in DEFAULTS.items() if name not in os.environ}
     if (ROOT / "collections").is_dir():  # a checkout, installed or not
@@ -222,11 +233,14 @@ def _configure(
         envvars=environment(),
         quiet=True,
         suppress_env_files=True,
+        passwords=dict(NO_ANSWER),
     )
     config.prepare()
     # Given as settings these would be lost, since there is no file of settings to add them to.
     config.suppress_output_file = True
     config.pexpect_timeout = POLL
+    # ansible-runner's callback would be made from the user's, which need not be fit for that.
+    config.env.pop("ORIGINAL_STDOUT_CALLBACK", None)
     # ansible-runner would switch host keys off for those who have not said anything of them.
     if "ANSIBLE_HOST_KEY_CHECKING" not in os.environ:
         config.env.pop("ANSIBLE_HOST_KEY_CHECKING", None)

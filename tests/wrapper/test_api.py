@@ -320,6 +320,52 @@ def test_our_defaults_yield_to_a_configuration(
     assert "ANSIBLE_FORKS" not in runner.environment()
 
 
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ASK_PASS": "1", "BECOME_ASK_PASS": "1"},
+        {"ASK_VAULT_PASS": "1"},
+        {"NO_LOG": "1"},
+        *({"STDOUT_CALLBACK": name} for name in ("oneline", "minimal", "json", "no.such.one")),
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+@pytest.mark.parametrize("place", ["environment", "file"])
+def test_a_run_gives_its_result_whatever_is_set_for_ansible(
+    inventory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+    place: str,
+    words: bool,
+) -> None:
+    """Of a prompt, hidden results, and callbacks for other uses; with Ansible's words and without.
+
+    On this machine: what a status finds here does not matter, but that it is said.
+    """
+    monkeypatch.chdir(inventory.parent)
+    if place == "environment":
+        for name, value in settings.items():
+            monkeypatch.setenv(f"ANSIBLE_{name}", value)
+    else:
+        lines = (f"{name.lower()} = {value}\n" for name, value in settings.items())
+        Path("ansible.cfg").write_text("[defaults]\n" + "".join(lines))
+    said: list[str] = []
+    report = gpuops.status("node1", inventory, timeout=60, output=said.append if words else None)
+    assert not report.ended
+    (host,) = report.hosts
+    assert host.route == "node1" and "no answer" not in host.reason
+    assert "Traceback" not in "".join(said)
+
+
+def test_a_vault_that_asks_for_its_password_ends_a_run(
+    inventory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANSIBLE_VAULT_IDENTITY_LIST", "mine@prompt")
+    with pytest.raises(AnsibleError, match="Invalid vault password was provided"):
+        gpuops.status("node1", inventory, timeout=60)
+
+
 def test_an_ansible_of_another_python_is_started_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
