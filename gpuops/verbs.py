@@ -16,7 +16,7 @@ import click
 from gpuops import api, history, render
 from gpuops import screen as screens
 from gpuops.errors import GpuopsError, Interrupted, PlanError, UsageError
-from gpuops.report import Report, totals
+from gpuops.report import Host, Report, totals
 from gpuops.screen import Screen
 
 Targets = list[tuple[str, Path | None]]
@@ -48,7 +48,7 @@ def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fal
     with words, screen:
         try:
             if asks:
-                found = _ask_and_reset(limit, inventory, options, screen)
+                found = _ask_and_reset(limit, inventory, options, screen, words)
             else:
                 found = getattr(api, verb)(limit, inventory, **options, **more)
         except Interrupted as error:
@@ -132,8 +132,14 @@ def _keep(report: Report, targets: Targets, log_dir: Path | None) -> Iterator[Gp
     yield from write_files(report, targets)
 
 
-def _ask_and_reset(limit: str, inventory: Any, options: dict[str, Any], screen: Screen) -> Report:
-    """Show whom a reset would signal, ask, and then signal these and nobody else."""
+def _ask_and_reset(
+    limit: str, inventory: Any, options: dict[str, Any], screen: Screen, words: Screen
+) -> Report:
+    """Show whom a reset would signal, ask, and then signal these and nobody else.
+
+    :param words: where the question is asked; these are shown there too, if not on a terminal.
+    """
+    asking = screen if screen.stream.isatty() else words
     with tempfile.TemporaryDirectory(prefix="gpuops-plan-") as folder:
         file = Path(folder, "plan.json")
         try:
@@ -148,17 +154,20 @@ def _ask_and_reset(limit: str, inventory: Any, options: dict[str, Any], screen: 
         if planned.totals.killed:
             screen.close()
             for line in screens.whom(planned):
-                screen.say(line)
-            screen.wait()
+                asking.say(line)
+            asking.wait()
             count = "this process" if planned.totals.killed == 1 else "these processes"
             try:
                 if not click.confirm(f"End {count}?", err=True):
-                    screen.say("nobody was signalled")
+                    asking.say("nobody was signalled")
                     return planned
             except click.Abort as error:
                 raise Interrupted(replace(planned, ended="interrupted")) from error
         screen.open()
-        done = api.reset(names, inventory, plan=file, **options)
+        try:
+            done = api.reset(names, inventory, plan=file, **options)
+        except Interrupted as error:
+            raise Interrupted(joined(error.report, planned, limit)) from error
         return joined(done, planned, limit)
 
 
@@ -170,7 +179,7 @@ def names_of(planned: Report) -> list[str]:
 def joined(done: Report, planned: Report, limit: str) -> Report:
     """A reset's report, with the hosts that its plan could not look at and that it left out."""
     names = {host.name for host in done.hosts}
-    hosts = (*done.hosts, *(host for host in planned.hosts if host.name not in names))
+    hosts = (*done.hosts, *(_left(host) for host in planned.hosts if host.name not in names))
     return replace(
         done,
         limit=limit,
@@ -180,4 +189,19 @@ def joined(done: Report, planned: Report, limit: str) -> Report:
         skipped=planned.skipped,
         warnings=tuple(dict.fromkeys([*planned.warnings, *done.warnings])),
         totals=totals(hosts, len(planned.skipped)),
+    )
+
+
+def _left(host: Host) -> Host:
+    """A host of the plan that the reset's report lacks: the reset was ended too early for it."""
+    if host.verdict not in PLANNED:
+        return host
+    return replace(
+        host,
+        verdict="unknown",
+        changed=False,
+        reason="the run was ended before it came to it",
+        remedy="run it again",
+        killed=(),
+        rungs=(),
     )

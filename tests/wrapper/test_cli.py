@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from gpuops import Interrupted, PlanError, Report, api, cli, options
+from gpuops.verbs import joined
 from tests.lab import Lab
 from tests.wrapper.conftest import RECORDED, Replay
 
@@ -62,16 +63,16 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch, replay: Replay) -> Callable[..., dict[str, Any]]:
-    """Let a verb answer with a recorded run; returns what it was asked."""
+    """Let a verb answer with a report or a recorded run; returns what it was asked."""
 
-    def arrange(verb: str, answer: str | BaseException) -> dict[str, Any]:
+    def arrange(verb: str, answer: str | Report | BaseException) -> dict[str, Any]:
         asked: dict[str, Any] = {}
 
         def stand_in(limit: Any, inventory: Any = None, **given: Any) -> Report:
             asked.update(given, limit=limit, inventory=inventory)
             if isinstance(answer, BaseException):
                 raise answer
-            return replay(answer, watch=given["watch"])
+            return replay(answer, watch=given["watch"]) if isinstance(answer, str) else answer
 
         monkeypatch.setattr(api, verb, stand_in)
         return asked
@@ -218,6 +219,54 @@ def test_where_nobody_could_be_looked_at_the_plan_itself_says_why(
     done = call("reset", "-l", "all")
     assert done.code == 13 and done.err == ""
     assert "ct129  unknown" in done.out
+
+
+@pytest.mark.parametrize("answer", ["y\n", "n\n"])
+def test_whom_it_would_end_is_shown_where_it_is_asked(
+    call: Call, answers: Any, types: Callable[[str], None], answer: str
+) -> None:
+    """Standard output is no terminal here, as with > FILE."""
+    answers("plan", "plan-held")
+    asked = answers("reset", "reset-held")
+    types(answer)
+    done = call("reset", "-l", "all")
+    shown, question, rest = done.err.partition("End this process? [y/N]")
+    assert question and re.match(r"ct129: python3 \(pid .*: python3 -m sglang", shown)
+    assert shown not in done.out
+    assert bool(asked) is (answer == "y\n") is ("nobody was signalled" not in rest)
+
+
+def test_ctrl_c_after_a_yes_loses_no_host(
+    call: Call, answers: Any, replay: Replay, tmp_path: Path, types: Callable[[str], None]
+) -> None:
+    """Of its plan two hosts could be reset and one could not; it was ended in the first."""
+    planned, begun = replay("plan-held"), replay("reset-held", ended="interrupted")
+    away = replay("reset-unreachable").hosts[1]
+    planned = replace(planned, hosts=(*planned.hosts, away))
+    first = replace(begun.hosts[0], verdict="unknown", reason="interrupted before it was proved")
+    answers("plan", planned)
+    asked = answers("reset", Interrupted(replace(begun, hosts=(first,))))
+    types("y\n")
+    done = call("reset", "-l", "all", "--output", f"json={tmp_path / 'r.json'}")
+    assert done.code == 130
+    assert asked["limit"] == ["ct129", "node1"]
+    report = Report.from_json((tmp_path / "r.json").read_text())
+    assert [(host.name, host.verdict) for host in report.hosts] == [
+        ("ct129", "unknown"),
+        ("node1", "unknown"),
+        ("ct130", "unreachable"),
+    ]
+    assert report.hosts[1].reason == "the run was ended before it came to it"
+    assert report.hosts[0].killed and not report.hosts[1].killed
+    assert report.ended == "interrupted" and report.totals.hosts == 3
+
+
+@pytest.mark.parametrize("ended", ["interrupted", "timed out after 3 s"])
+def test_what_a_plan_would_have_done_is_not_told_as_done(replay: Replay, ended: str) -> None:
+    nothing = replace(replay("reset-held", ended=ended), hosts=())
+    report = joined(nothing, replay("plan-held"), "all")
+    assert report.totals.killed == 0 and report.totals.unknown == 2
+    assert not any(host.changed or host.killed or host.rungs for host in report.hosts)
 
 
 # --- output ---
