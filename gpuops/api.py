@@ -56,7 +56,8 @@ def status(
         ``everything``.
     :param timeout: seconds after which the run is ended; hosts without an answer are ``unknown``.
     :param variables: further variables of the collection's roles. They are no place for secrets.
-    :param watch: is called with each :class:`~gpuops.events.Step` as it happens, in this thread.
+    :param watch: is called with each :class:`~gpuops.events.Step` as it happens; in the thread that
+        called this function, or in one of its own with ``gpuops.aio``.
     :param verbosity: Ansible's ``-v``; its words go to ``output``.
     :param cancel: ends the run when it is set.
 
