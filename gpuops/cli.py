@@ -169,12 +169,12 @@ def history(limit: str, log_dir: Path | None, since: str | None, json_: bool) ->
     from gpuops.text import plain
 
     try:
-        moment = log.moment(since) if since else None
+        moment = log.moment(since) if since is not None else None
     except ValueError as error:
         raise UsageError(
             f"--since is '{since}'", "write a time ago, as 7d or 12h, or a date, as 2026-11-01"
         ) from error
-    names = ["*" if name == "all" else name for name in limit.split(",")]
+    names = ["*" if name == "all" else name for name in map(str.strip, limit.split(","))]
     where = log_dir or log.folder()
     entries = log.read(where, names, moment)
     if json_:

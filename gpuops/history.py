@@ -138,8 +138,8 @@ def _parse(line: str) -> dict[str, Any] | None:
         began = datetime.fromisoformat(found["time"])
         found["time"] = (began if began.tzinfo else began.replace(tzinfo=UTC)).isoformat()
         list(tell([found]))
-        return dict(found)
-    except (ValueError, TypeError, KeyError):
+        return dict(found) if isinstance(found["host"], str) else None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 
@@ -155,7 +155,10 @@ def moment(text: str) -> datetime:
         except OverflowError as error:
             raise ValueError(f"{text} ago there were no GPUs") from error
     found = datetime.fromisoformat(text.strip())
-    return found if found.tzinfo else found.astimezone()
+    try:
+        return found if found.tzinfo else found.astimezone()
+    except OverflowError as error:
+        raise ValueError(f"{text} is no time of a clock") from error
 
 
 def tell(entries: Iterable[dict[str, Any]]) -> Iterator[str]:

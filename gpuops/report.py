@@ -8,6 +8,7 @@ read"; it is never a stand-in for zero.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -300,12 +301,15 @@ class Report:
         :raises ReportError: it is no report, or one of another schema.
         """
         try:
-            data = json.loads(text)
+            return cls.from_dict(json.loads(text))
         except ValueError as error:
             raise ReportError(
                 f"this is no JSON ({error})", "give a file of --output json"
             ) from error
-        return cls.from_dict(data)
+        except RecursionError as error:
+            raise ReportError(
+                "this is no report (it is nested too deeply)", "give a file of --output json"
+            ) from error
 
     @classmethod
     def from_dict(cls, data: Any) -> Report:
@@ -385,12 +389,19 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     elif isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
         if isinstance(value, dict):
             return _decode_record(kind, value, where)
-    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+    elif kind in (int, float):
+        numbers = int if kind is int else int | float
+        if isinstance(value, numbers) and not isinstance(value, bool) and _fits(value):
+            return kind(value)
+    elif isinstance(value, kind):
         return value
     shown = json.dumps(value, default=str)[:60]
     raise ReportError(f"{where} is {shown}, which it cannot be", "see gpuops report --schema")
+
+
+def _fits(number: float) -> bool:
+    """Whether it can be reckoned with: JSON has numbers of any length."""
+    return isinstance(number, float) or abs(number) <= sys.float_info.max
 
 
 def _decode_record(kind: type, value: dict[str, Any], where: str) -> Any:

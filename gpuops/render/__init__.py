@@ -84,14 +84,14 @@ def prometheus(report: Report) -> str:
         for metric, gpus in ((before, host.before), (used, host.after)):
             for gpu in gpus:
                 if gpu.used_mib is not None:
-                    metric.labels(host.name, str(gpu.index), gpu.uuid).set(gpu.used_mib << 20)
+                    metric.labels(host.name, str(gpu.index), gpu.uuid).set(gpu.used_mib * 2.0**20)
         killed.labels(host.name).set(0 if report.check else len(signalled(host)))
         spared.labels(host.name).set(len(host.spared))
         for rung in host.rungs:
             rungs.labels(host.name, rung.name).set(rung.seconds)
     gauge("run_clean", "1 if every host of the run was proved clean").set(report.clean)
     gauge("run_seconds", "How long the run took").set(report.seconds)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         began = _timestamp(report.started)
         gauge("run_timestamp_seconds", "When the run began, seconds since 1970").set(began)
     return generate_latest(registry).decode()

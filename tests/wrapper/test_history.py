@@ -90,6 +90,42 @@ def test_an_entry_that_lacks_something_is_passed_over(replay: Replay, tmp_path: 
     assert len(list(history.tell(found))) > 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": 7},
+        {"host": None},
+        {"host": ["ct129"]},
+        {"time": "0001-01-01T00:00:00+05:00"},
+        {"time": "9999-12-31T23:59:59-05:00"},
+        {"time": 5},
+        {"held": 5},
+        {"held": [5]},
+        {"held": [{"gpus": 5}]},
+        {"gpus": "NESTED"},
+        {"held": "NESTED"},
+    ],
+    ids=str,
+)
+def test_an_entry_that_cannot_be_told_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    replay: Replay,
+    tmp_path: Path,
+    change: dict[str, Any],
+) -> None:
+    history.append(replay("reset-held"), tmp_path)
+    file = tmp_path / history.NAME
+    good = file.read_text()
+    bad = json.dumps({**json.loads(good.splitlines()[0]), **change})
+    file.write_text(bad.replace('"NESTED"', "[" * 100_000 + "]" * 100_000) + "\n" + good)
+    for more in ((), ("--json",), ("--since", "2020-01-01")):
+        assert call(monkeypatch, "history", "-l", "*", "--log-dir", str(tmp_path), *more) == 0
+        said = capsys.readouterr()
+        assert said.err == "" and "ct129" in said.out and "node1" in said.out
+    assert len(list(history.read(tmp_path))) == 2
+
+
 def test_a_disk_that_is_full_leaves_it_as_it_was(
     replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +166,7 @@ def test_since(replay: Replay, tmp_path: Path) -> None:
     assert len(list(history.read(tmp_path, ["node1"], history.moment("2020-01-01")))) == 3
 
 
-@pytest.mark.parametrize("text", ["", "7", "d7", "7y", "yesterday", "-1d", "999999w"])
+@pytest.mark.parametrize("text", ["", "7", "d7", "7y", "yesterday", "-1d", "999999w", "0001-01-01"])
 def test_a_time_that_is_none(text: str) -> None:
     with pytest.raises(ValueError):
         history.moment(text)
@@ -176,7 +212,11 @@ def test_each_run_is_remembered_and_asked_for(
     assert read[0]["gpus"][0]["before_mib"] == 76115 and read[0]["gpus"][0]["after_mib"] == 0
     assert call(monkeypatch, "history", "-l", "ct7", *log) == 0
     assert "no run on ct7 is remembered" in capsys.readouterr().out
-    assert call(monkeypatch, "history", "-l", "all", "--since", "soon", *log) == 2
+    assert call(monkeypatch, "history", "-l", "ct129, node1 ", "--json", *log) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    for nothing in ("soon", "", " "):
+        assert call(monkeypatch, "history", "-l", "all", "--since", nothing, *log) == 2
+        assert f"--since is '{nothing}'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("answered")

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpuops import NotCleanError, Report, ReportError, json_schema
+from gpuops.render import FORMATS, render
 from gpuops.report import EXIT_CODES, OPTIONAL, SCHEMA, SEVERITY, Host, Verdict, totals
 from tests.wrapper.conftest import RECORDED, Replay
 
@@ -111,6 +112,42 @@ def test_what_is_no_report_is_refused_and_says_where(
 def test_what_is_no_document_is_refused(text: str) -> None:
     with pytest.raises(ReportError):
         Report.from_json(text)
+
+
+@pytest.mark.parametrize("depth", [50, 500, 900, 5_000, 200_000])
+@pytest.mark.parametrize(
+    "place", ["{}", '{{"schema": {}}}', '{{"schema": "gpuops.report/1", "hosts": {}}}']
+)
+def test_what_is_nested_without_end_is_refused(place: str, depth: int) -> None:
+    with pytest.raises(ReportError):
+        Report.from_json(place.format("[" * depth + "]" * depth))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update(seconds=10**400),
+        lambda data: data["hosts"][0]["after"][0].update(used_mib=10**400),
+        lambda data: data["hosts"][0]["timings"].update(total=-(10**400)),
+        lambda data: data["totals"].update(killed=10**400),
+    ],
+)
+def test_a_number_that_cannot_be_reckoned_with_is_refused(replay: Replay, change: Any) -> None:
+    with pytest.raises(ReportError, match="100000"):
+        Report.from_json(broken(replay, change))
+
+
+@pytest.mark.parametrize(
+    "started", ["0001-01-01T00:00:00+05:00", "0001-01-01", "9999-12-31T23:59:59"]
+)
+def test_odd_reports_can_be_shown_in_each_format(replay: Replay, started: str) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data.update(started=started)
+        data["hosts"][0]["after"][0].update(used_mib=10**308, total_mib=1)
+
+    report = Report.from_json(broken(replay, change))
+    for format in FORMATS:
+        assert render(report, format)
 
 
 def test_a_field_of_a_later_version_is_left_out(replay: Replay) -> None:
