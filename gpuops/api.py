@@ -210,7 +210,7 @@ def _file(path: str | os.PathLike[str]) -> str:
 
     :raises UsageError: its folder is not there, or it is a pipe, a device or a folder.
     """
-    file = Path(os.path.realpath(path))
+    file = Path(os.path.realpath(runner.here() / path))
     if not file.parent.is_dir():
         raise UsageError(f"there is no folder {file.parent}", "name a file in one that is there")
     # Ansible would put a file in its place, and read it once for each host.

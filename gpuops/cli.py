@@ -140,7 +140,7 @@ def report(
         found = Report.from_json(stream.read())
     targets = verbs.targets_of(json_, outputs)
     problems = list(verbs.write_files(found, targets))
-    verbs.show(found, targets, verbs.screen_for(targets, live=False))
+    problems += verbs.show(found, targets, verbs.screen_for(targets, live=False))
     for problem in problems:
         raise problem
     sys.exit(found.exit_code)
@@ -259,7 +259,12 @@ def init(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as out:
-            out.write(text)
+            try:
+                out.write(text)
+                out.flush()
+            except OSError:
+                file.unlink()  # half of it would be taken for an inventory
+                raise
     except FileExistsError as error:
         raise UsageError(
             f"{file} is there already", "name another file, or edit that one"
@@ -298,6 +303,7 @@ def main() -> NoReturn:
     """Entry point: whatever goes wrong is a line of what, and one of what to do."""
     from gpuops.errors import GpuopsError
 
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -323,10 +329,23 @@ def main() -> NoReturn:
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
+    except OSError as error:
+        what = f"{error.filename or 'standard output'} cannot be used ({error.strerror or error})"
+        code = _complain(what, "see whether it is there, and the disk not full", 2)
     except Exception as error:
         what = f"internal error: {type(error).__name__}: {error}"
         code = _complain(" ".join(what.split()), "report this as a bug of gpuops", 1)
     _leave(code)
+
+
+def _open_closed_streams() -> None:
+    """Put nothing in the place of a standard stream that is closed, as after ``>&-``.
+
+    Else the next file that is opened would take its number, and get what is written to it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
 
 
 def _complain(what: str, remedy: str, code: int) -> int:

@@ -111,6 +111,19 @@ def run(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def here() -> Path:
+    """The working folder.
+
+    :raises UsageError: it has been deleted.
+    """
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working folder cannot be used ({error.strerror})", "go to one that is there"
+        ) from error
+
+
 def inventory_sources(inventory: Inventory | None) -> list[str]:
     """What to give to Ansible's ``-i``, files as absolute paths.
 
@@ -223,7 +236,7 @@ def _configure(
 
     config = RunnerConfig(
         private_data_dir=folder,
-        project_dir=str(Path.cwd()),  # where Ansible is started, so that it finds what it would
+        project_dir=str(here()),  # where Ansible is started, so that it finds what it would
         playbook=f"{COLLECTION}.{playbook}",
         inventory=inventory_sources(inventory) or None,
         limit=limit or None,

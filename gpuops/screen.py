@@ -7,6 +7,7 @@ Whatever reads the output may be slow, stopped or gone: the run goes on all the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import threading
@@ -144,6 +145,7 @@ class Screen:
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
         self.gone = False
+        self.problem: OSError | None = None  # not that the reader has left
         self.queue: queue.Queue[Callable[[], Any]] = queue.Queue()
         threading.Thread(target=self._write, name="gpuops-screen", daemon=True).start()
 
@@ -209,8 +211,12 @@ class Screen:
             return
         try:
             write()
-        except (OSError, ValueError):
+        except (BrokenPipeError, ValueError):
             self.gone = True
+        except OSError as error:
+            self.gone = True
+            if error.errno != errno.EIO:  # what a terminal says that has gone
+                self.problem = error
 
 
 class LiveScreen(Screen):

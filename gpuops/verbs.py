@@ -60,11 +60,12 @@ def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fal
         problems += _keep(found, targets, log_dir)
         screen.close()
         try:
-            show(found, targets, screen)
+            problems += show(found, targets, screen)
+            for problem in problems:
+                words.say(f"gpuops: {problem.what}\n        {problem.remedy}")
+            words.wait()
         except KeyboardInterrupt:
             os._exit(130)  # all is kept, and a thread may be in the middle of a write for ever
-    for problem in problems:
-        click.echo(f"gpuops: {problem.what}\n        {problem.remedy}", err=True)
     sys.exit(2 if any(isinstance(each, UsageError) for each in problems) else found.exit_code)
 
 
@@ -87,26 +88,33 @@ def screen_for(targets: Targets, live: bool) -> Screen:
     return screens.screen(stream, live)
 
 
-def show(report: Report, targets: Targets, screen: Screen) -> None:
-    """The result for people, then for the program that reads standard output."""
+def show(report: Report, targets: Targets, screen: Screen) -> Iterator[GpuopsError]:
+    """The result for people, then for the program that reads standard output.
+
+    What stands in the way of that is told, as a full disk; not that the reader has left.
+    """
     screen.result(report)
     screen.wait()
+    error = screen.problem if screen.stream is sys.stdout else None
     for format, file in targets:
         if file is None:
-            _to_stdout(render.render(report, format))
+            error = _to_stdout(render.render(report, format))
+    if error is not None:
+        yield UsageError(
+            f"standard output cannot be written ({error.strerror})", "write --output FORMAT=FILE"
+        )
 
 
-def _to_stdout(document: str) -> None:
-    """In UTF-8 as in a file, whatever the locale; that its reader has left changes no verdict."""
+def _to_stdout(document: str) -> OSError | None:
+    """In UTF-8 as in a file, whatever the locale; what stands in the way, unless nobody reads."""
     try:
         sys.stdout.buffer.write(document.encode("utf-8", "replace"))
         sys.stdout.flush()
     except BrokenPipeError:
         pass
     except OSError as error:
-        raise UsageError(
-            f"standard output cannot be written ({error.strerror})", "write --output FORMAT=FILE"
-        ) from error
+        return error
+    return None
 
 
 def write_files(report: Report, targets: Targets) -> Iterator[GpuopsError]:

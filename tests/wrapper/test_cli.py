@@ -350,6 +350,107 @@ def test_formats_agree_with_those_of_the_renderings() -> None:
     assert tuple(FORMATS) == options.FORMATS
 
 
+# --- streams, disks and folders as they should not be ---
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def shell(replay: Replay, tmp_path: Path) -> Callable[[str], Done]:
+    """Type it in a folder with an old report and the inventory of this machine."""
+    (tmp_path / "old.json").write_text(replay("reset-blocked").to_json())
+    (tmp_path / "sites").write_text("node1 ansible_connection=local\n")
+    (tmp_path / "here").mkdir()
+    names = {"report": tmp_path / "old.json", "sites": tmp_path / "sites"}
+
+    def run(line: str) -> Done:
+        done = subprocess.run(
+            ["sh", "-c", f'gpuops() {{ "$0" -m gpuops "$@"; }}\n{line.format(**names)}', GPUOPS[0]],
+            cwd=tmp_path / "here",
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert "Traceback" not in done.stderr and "internal error" not in done.stderr
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+QUICK = {
+    "report {report}": 11,
+    "report {report} --json": 11,
+    "history -l all": 0,
+    "report --schema": 0,
+    "completion bash": 0,
+    "init new.yml": 0,
+    "--help": 0,
+    "--version": 0,
+}
+CLOSED = ("<&-", ">&-", "2>&-", "<&- >&-", ">&- 2>&-", "<&- >&- 2>&-")
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_stream_that_is_closed_changes_no_exit_code(
+    shell: Callable[[str], Done], closed: str
+) -> None:
+    for line, code in QUICK.items():
+        assert shell(f"rm -f new.yml; gpuops {line} {closed}").code == code, line
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_a_standard_output_that_is_full_is_one_line_and_2(
+    shell: Callable[[str], Done], line: str
+) -> None:
+    done = shell(f"gpuops {line} > /dev/full")
+    assert done.code == 2
+    what, to_do = done.err.splitlines()[-2:]
+    assert what.startswith("gpuops: standard output cannot be ") and "No space left" in what
+    assert to_do.startswith("        ")
+
+
+def test_a_run_on_full_and_closed_streams(shell: Callable[[str], Done], tmp_path: Path) -> None:
+    """On this machine: what a status finds here does not matter, but that it counts."""
+    status = "gpuops status -l node1 -i {sites}"
+    code = shell(status).code
+    assert shell(f"{status} > /dev/full").code == 2
+    for closed in ("<&-", ">&-", "<&- >&- 2>&-"):
+        assert shell(f"{status} --output json=x.json {closed}").code == code
+        file = tmp_path / "here/x.json"
+        assert Report.from_json(file.read_text()).exit_code == code
+        file.unlink()
+
+
+def test_a_full_disk_leaves_no_half_of_an_inventory(shell: Callable[[str], Done]) -> None:
+    done = shell("(ulimit -f 0; gpuops init new/hosts.yml); code=$?; ls new; exit $code")
+    assert done.code == 2 and done.out == ""
+    assert done.err.startswith("gpuops: new/hosts.yml cannot be written (File too large)\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("status -l all -i {sites}", 2, "the working folder cannot be used"),
+        ("plan -l all -i {sites} --write plan", 2, "the working folder cannot be used"),
+        ("verify -l all -i {sites} --output json=x", 2, "the working folder cannot be used"),
+        ("status -l all", 2, "the working folder cannot be used"),
+        ("init", 2, "inventory/hosts.yml cannot be written"),
+        ("report {report} --output json=x", 2, "x cannot be written"),
+        ("report {report}", 11, ""),
+        ("history -l all", 0, ""),
+        ("--help", 0, ""),
+    ],
+)
+def test_a_working_folder_that_is_gone(
+    shell: Callable[[str], Done], line: str, code: int, says: str
+) -> None:
+    done = shell(f"rmdir ../here; gpuops {line}")
+    assert done.code == code
+    assert len(done.err.splitlines()) == (2 if says else 0)
+    assert says in done.err
+
+
 # --- help and completion ---
 
 

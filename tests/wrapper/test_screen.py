@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 from dataclasses import replace
@@ -32,6 +33,13 @@ class Gone(io.StringIO):
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
+
+
+class Full(io.StringIO):
+    """A file on a disk that is full."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +126,15 @@ def test_a_reader_that_left_does_not_stop_the_run(replay: Replay) -> None:
         with kind(Gone()) as shown:
             report = replay("reset-held", watch=shown.watch)
             shown.result(report)
-        assert shown.gone
+        assert shown.gone and shown.problem is None
         assert report.clean
+
+
+def test_a_full_disk_is_no_reader_that_left(replay: Replay) -> None:
+    for kind in (Screen, LiveScreen):
+        with kind(Full()) as shown:
+            shown.result(replay("reset-held"))
+        assert shown.gone and shown.problem is not None
 
 
 # --- on a terminal ---
