@@ -175,6 +175,8 @@ def history(limit: str, log_dir: Path | None, since: str | None, json_: bool) ->
             f"--since is '{since}'", "write a time ago, as 7d or 12h, or a date, as 2026-11-01"
         ) from error
     names = ["*" if name == "all" else name for name in map(str.strip, limit.split(","))]
+    if not any(names):
+        raise UsageError("no hosts were named", "name some that were in a run, as in -l ct129")
     where = log_dir or log.folder()
     entries = log.read(where, names, moment)
     if json_:

@@ -214,6 +214,8 @@ def test_each_run_is_remembered_and_asked_for(
     assert "no run on ct7 is remembered" in capsys.readouterr().out
     assert call(monkeypatch, "history", "-l", "ct129, node1 ", "--json", *log) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
+    assert call(monkeypatch, "history", "-l", " ,", *log) == 2
+    assert "no hosts were named" in capsys.readouterr().err
     for nothing in ("soon", "", " "):
         assert call(monkeypatch, "history", "-l", "all", "--since", nothing, *log) == 2
         assert f"--since is '{nothing}'" in capsys.readouterr().err
