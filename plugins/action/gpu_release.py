@@ -9,7 +9,11 @@ import time
 from typing import Any
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import arguments
-from ansible_collections.gpuops.gpu.plugins.plugin_utils.batch import BatchAction
+from ansible_collections.gpuops.gpu.plugins.plugin_utils.batch import (
+    BatchAction,
+    NoResult,
+    some_of,
+)
 
 
 class ActionModule(BatchAction):
@@ -57,6 +61,15 @@ class ActionModule(BatchAction):
         oldest = min((each.get("proved_at", 0.0) for each in last.values()), default=0.0)
         taken["age"] = max((one.get("ended_at", 0.0) for one in rounds), default=0.0) - oldest
         return taken
+
+    def lost(self, error: NoResult) -> dict[str, Any]:
+        """Whom it has signalled before the acting host was lost is said all the same."""
+        if not error.rounds:
+            return error.result
+        merged = self.merge(error.rounds)
+        done = {key: merged[key] for key in ("actions", "changed", "record", "rungs")}
+        sentences = [str(error.result["msg"]), *some_of(merged["record"])]
+        return {**done, **error.result, "msg": "; ".join(sentences)}
 
     def merge(self, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         """The last state, with everything that was done on the way to it, and a diff."""

@@ -15,10 +15,13 @@ description:
     holders that the rung selects, and polls on the host until the GPUs read zero twice or more
     waiting cannot help.
   - Signals only processes in scope - those of the container, or those that run directly on the node
-    - and never a protected one, one without proof of ownership, itself, its ancestors or PID 1. A
+    - and never one that O(targets) protects by name, one without proof of ownership, itself, its ancestors or PID 1. A
     process is signalled through a handle (pidfd), and only if at that moment it is still the process
     that was seen and still holds a device.
   - A target that cannot be read is V(unknown), and nobody is signalled there.
+  - The module itself protects nobody by name; the role P(gpuops.gpu.gpu_route#role) hands it a long
+    list (C(gpuops_protect)). Who uses the module without the roles names monitors and the driver's
+    own services in O(targets).
 extends_documentation_fragment:
   - gpuops.gpu.batch
 options:
@@ -57,11 +60,15 @@ attributes:
     support: full
     description: Names exactly whom it would signal.
   diff_mode:
-    support: full
-    description: Shows the holders before and after.
+    support: partial
+    description:
+      - The holders before and after are shown by the role, whose task takes one host's outcome. A task
+        that climbs a rung shows none.
 notes:
   - The action plugin also knows O(ignore:after), the registered result of the step before, whose settled
-    hosts it leaves out.
+    hosts it leaves out. What it returns has then also, for each host, rung, earlier (the actions of the
+    steps before) and proved_at, and for all of them ended_at (seconds since 1970, by the controller's
+    clock).
 seealso:
   - module: gpuops.gpu.gpu_state
 """
@@ -70,7 +77,7 @@ EXAMPLES = r"""
 - name: End whoever computes in container 129
   gpuops.gpu.gpu_release:
     targets:
-      - {name: ct129, vmid: 129, expected_gpus: 8}
+      - {name: ct129, vmid: 129, expected_gpus: 8, protect: [nvidia-persistenced, "dcgm*", nv-hostengine]}
     rung: {name: kill, select: workloads, signal: KILL, wait: 30}
   delegate_to: pve1
 """
@@ -83,11 +90,13 @@ hosts:
   contains:
     before:
       description: The GPUs before anything was done.
+      returned: when anybody was signalled
       type: list
     actions:
       description:
         - Who was signalled (in check mode, who would be), each with all that identifies it, and with
-          rung, signal and result (V(sent), V(gone), V(let go), V(changed), V(unreadable), V(not permitted), V(would be sent)).
+          rung, signal and result (V(sent), V(gone), V(let go), V(changed), V(unreadable),
+          V(not permitted), V(out of reach), V(would be sent)).
       type: list
     plan:
       description: In check mode, the holders in scope as a plan remembers them.

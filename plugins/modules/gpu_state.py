@@ -49,6 +49,21 @@ hosts:
   returned: when the host it acts on answered
   type: dict
   contains:
+    name:
+      description: The target.
+      type: str
+    place:
+      description: Where it was read, in words, as in V(container 129).
+      type: str
+    inside:
+      description: Whether it was read from inside a container, where the holders of others are hidden.
+      type: bool
+    scope:
+      description: Whose processes are in scope.
+      type: str
+    holders_only:
+      description: Whether memory counted as not told, so that only holders decided.
+      type: bool
     verdict:
       description: V(clean), V(held), V(blocked), V(unkillable) or V(unknown).
       type: str
@@ -60,23 +75,56 @@ hosts:
       type: str
     gpus:
       description:
-        - The GPUs with index, uuid, minor (as in /dev/nvidiaN), bus_id, name, used_mib, total_mib,
-          reserved_mib, utilisation (percent), temperature (degrees Celsius), pstate, driver, verdict
-          and unattributed_mib (used, but by no process that the driver names). A value that could
-          not be read is null.
+        - The GPUs with index, uuid, minor (as in /dev/nvidiaN), bus_id, name, used_mib, used_text (as
+          the tool wrote it), total_mib, reserved_mib, utilisation (percent), temperature (degrees
+          Celsius), pstate, driver, verdict and unattributed_mib (used, but by no process that the
+          driver names). A value that could not be read is null.
       type: list
     holders:
       description:
         - Processes in scope that hold a GPU, with pid (in their own namespace), node_pid, ppid, start
-          (clock ticks since boot), state, user, name, command, owner, owner_evidence, gpus (minor
+          (clock ticks since boot), state, uid, user, name, command, owner, owner_evidence, gpus (minor
           numbers), used_mib and evidence.
       type: list
     spared:
       description: Protected and foreign holders, each with why it must not be touched.
       type: list
+    stuck:
+      description: For each holder that outlived SIGKILL its state, wait channel, stack and mounts.
+      type: dict
     settled:
       description: True if a further rung of the ladder has nothing to do here.
       type: bool
+    waiting:
+      description: True if it is held but may become clean by itself.
+      type: bool
+    restarting:
+      description: True if it is clean, but what was ended is about to be started again.
+      type: bool
+    changed:
+      description: True if anybody was signalled.
+      type: bool
+    actions:
+      description: As M(gpuops.gpu.gpu_release) returns it; here empty.
+      type: list
+    plan:
+      description: As M(gpuops.gpu.gpu_release) returns it; here empty.
+      type: list
+    refused:
+      description: As M(gpuops.gpu.gpu_release) returns it; here empty.
+      type: str
+    timings:
+      description: As M(gpuops.gpu.gpu_release) returns it; here empty.
+      type: dict
+    readings:
+      description: How often the memory was read.
+      type: int
+    problems:
+      description: What could not be read and was done without, in sentences.
+      type: list
+    done:
+      description: Seconds after which this target was through, of the O(ignore:seconds) of all.
+      type: float
     scan:
       description: How long the look at all processes took, at how many, and whether it was deep.
       type: dict

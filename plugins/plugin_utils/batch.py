@@ -37,6 +37,9 @@ READERS = ("deadline", "commands", "owners", "nvidia_smi")
 REST = ("holders", "signals", "turns", "verdict", "node", "restarts", "work", "program")
 SENTINEL = "gpuops-answer "
 
+# So much of what was done goes into the one line of a refusal.
+MOST_SENTENCES = 3
+
 # From include/uapi/linux/prctl.h.
 PR_SET_PDEATHSIG = 1
 
@@ -127,9 +130,13 @@ def end_children() -> None:
 
 
 class NoResult(Exception):
-    """A batch holds nothing for a host; ``result`` says so in Ansible's way."""
+    """A batch holds no outcome for a host; ``result`` says so in Ansible's way.
 
-    def __init__(self, **result: Any) -> None:
+    ``rounds``: those that it took part in before the acting host was lost.
+    """
+
+    def __init__(self, rounds: list[dict[str, Any]], **result: Any) -> None:
+        self.rounds = rounds
         self.result = result
 
 
@@ -143,17 +150,20 @@ def own_rounds(batch: Any, name: str) -> list[dict[str, Any]]:
     # `failed` itself is not looked at: the roles suppress it, so that the leader stays in the play.
     broken = [each for each in rounds if "hosts" not in each and not each.get("skipped")]
     if broken and (not mine or not mine[-1]["settled"]):
-        msg = broken[-1].get("msg", "the acting host gave no answer")
-        if broken[-1].get("unreachable"):
-            raise NoResult(unreachable=True, msg=msg)
-        raise NoResult(failed=True, msg=msg)
+        msg = str(broken[-1].get("msg", "the acting host gave no answer"))
+        kind = "unreachable" if broken[-1].get("unreachable") else "failed"
+        raise NoResult(mine, **{kind: True, "msg": msg})
     if not mine:
         raise NoResult(
-            failed=True,
-            msg=f"there is no result for {name}: run this with the strategy linear, "
-            "after the role gpu_route",
+            [], failed=True, msg=f"there is no result for {name}; run all tasks of the role"
         )
     return mine
+
+
+def some_of(record: list[str]) -> list[str]:
+    """The beginning of what was done, for the one line of a refusal."""
+    left = len(record) - MOST_SENTENCES
+    return [*record[:MOST_SENTENCES], *([f"and {left} more"] if left > 0 else [])]
 
 
 class BatchAction(ActionBase):
@@ -258,7 +268,11 @@ class BatchAction(ActionBase):
         try:
             return self.merge(own_rounds(batch, name))
         except NoResult as error:
-            return error.result
+            return self.lost(error)
+
+    def lost(self, error: NoResult) -> dict[str, Any]:
+        """What there is to say of a host whose outcome is not known."""
+        return error.result
 
     def merge(self, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         """One result out of the rounds (rungs) in which this host took part."""

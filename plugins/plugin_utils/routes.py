@@ -11,10 +11,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
+
+from ansible.inventory.manager import split_host_pattern
 
 # What Proxmox accepts as the number of a guest.
 VMIDS = range(100, 1_000_000_000)
+
+# The longest that anything may be waited for, in seconds: a day.
+MOST_SECONDS = 86400
 
 # All variables that this collection knows: those of its roles, the hosts of its playbooks, and what
 # plan_gpus.yml says of itself.
@@ -120,19 +126,39 @@ def check_names(variables: Mapping[str, Any]) -> None:
             raise RouteError(f"there is no variable {name}; {hint}")
 
 
-def check_limit(limit: str, known: Collection[str]) -> None:
-    """Each host and group after ``-l`` must be there: Ansible may be set to warn of it only.
+def check_limit(limit: Any, known: Collection[str], words: str) -> None:
+    """Each host and group that a run is limited to must be there: Ansible may only warn of it.
 
+    Also one that is left out: mistyped, it would not be.
+
+    :param limit: what was typed: patterns with commas, or a list of them; nothing is no limit.
     :param known: the hosts and groups of the inventory.
+    :param words: where it was typed, such as ``-l``.
     :raises RouteError: one that is written out is not; patterns are left to Ansible.
     """
-    parts = [part.strip() for part in limit.split("," if "," in limit else ":")]
+    patterns = split_host_pattern(limit or [])
+    parts = [part for each in patterns for part in _listed(each.strip(), words)]
     if limit and not any(parts):
-        raise RouteError(f"-l is '{limit}', which names nothing and means every host; name some")
+        raise RouteError(
+            f"{words} is '{limit}', which names nothing and means every host; name some"
+        )
     for part in parts:
-        plain = re.fullmatch(r"[^*?\[\]!&~@:]+", part)
-        if plain and part not in known and part not in ("all", "localhost"):
-            raise RouteError(f"there is no host or group '{part}' in the inventory; correct -l")
+        name = part.lstrip("!&")
+        plain = name and not re.search(r"[*?\[\]~@]", name)
+        if plain and name not in known and name not in ("all", "localhost"):
+            reason = f"there is no host or group '{name}' in the inventory"
+            raise RouteError(f"{reason}; correct {words}")
+
+
+def _listed(part: str, words: str) -> list[str]:
+    """The patterns in the file behind ``@``, or the one pattern itself."""
+    if not part.startswith("@"):
+        return [part]
+    try:
+        lines = Path(part[1:]).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise RouteError(f"the file of {words} {part} cannot be read; correct it") from error
+    return [line.strip() for line in lines if line.strip()] or [""]
 
 
 def baseline(variables: Mapping[str, Any]) -> int | dict[str, int]:
@@ -265,8 +291,10 @@ def seconds(variables: Mapping[str, Any], key: str, default: float, words: str =
         number = 0.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise RouteError(f"{words or key} is '{value}'; write a number of seconds above zero")
+    if not 0 < number <= MOST_SECONDS:
+        raise RouteError(
+            f"{words or key} is '{value}'; write a number of seconds above zero, at most a day"
+        )
     return number
 
 

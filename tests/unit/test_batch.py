@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.connection import local
 
@@ -24,12 +25,15 @@ from ansible_collections.gpuops.gpu.plugins.filter import of_host
 from ansible_collections.gpuops.gpu.plugins.module_utils import (
     arguments,
     deadline,
+    holders,
     node,
     nvidia_smi,
     program,
     verdict,
     work,
 )
+from ansible_collections.gpuops.gpu.plugins.modules import gpu_release as gpu_release_module
+from ansible_collections.gpuops.gpu.plugins.modules import gpu_state as gpu_state_module
 from ansible_collections.gpuops.gpu.plugins.plugin_utils import batch
 from tests.patience import PATIENCE
 
@@ -294,6 +298,26 @@ def taken(batch_result: Any, kind: Any = gpu_release, name: str = "ct129") -> di
     return found
 
 
+def test_everything_that_is_returned_is_documented(machine: Machine) -> None:
+    machine.tool(CLEAN)
+    documented = yaml.safe_load(gpu_state_module.RETURN)
+    more = yaml.safe_load(gpu_release_module.RETURN)
+    request = {"verb": "state", "targets": TARGETS["targets"], "earlier": {}}
+    ran = machine.run(sys.executable, "-IS", "-", text=batch.program(request))
+    answer = json.loads(ran.stdout.partition(batch.SENTINEL)[2])
+    assert set(answer) - {"changed"} == set(documented) == set(more)
+    state, released = documented["hosts"]["contains"], more["hosts"]["contains"]
+    for result in answer["hosts"].values():
+        assert set(result) == set(state)
+    assert set(released) - {"before"} <= set(state)
+    for key, shown in (
+        ("gpus", [*answer["hosts"]["node1"]["gpus"][0]]),
+        ("holders", [*holders.Holder(1).as_dict()]),
+    ):
+        text = " ".join(state[key]["description"])
+        assert [word for word in shown if not re.search(rf"\b{word}\b", text)] == []
+
+
 def test_a_host_renders_nothing_of_the_others_but_whether_they_are_clean() -> None:
     found = of_host.of_host(
         {
@@ -361,6 +385,22 @@ def test_a_rung_that_failed_fails_only_those_it_was_climbed_for() -> None:
     assert taken(rounds)["failed"] is True
     assert taken(rounds)["msg"] == "pve1 gave no answer"
     assert taken(rounds, name="ct130")["verdict"] == "clean"
+
+
+@pytest.mark.parametrize("lost", [{"unreachable": True}, {"failed": True}])
+@pytest.mark.parametrize("count", [1, 5])
+def test_what_was_done_before_the_acting_host_was_lost_is_said(
+    lost: dict[str, Any], count: int
+) -> None:
+    sent = [done(7 + number) for number in range(count)]
+    first = host("held", changed=True, actions=sent, holders=[process(7)])
+    rounds = [{"hosts": {"ct129": first}}, {**lost, "msg": "no route to pve1"}]
+    mine = taken({"results": rounds})
+    assert {key: mine[key] for key in lost} == lost
+    assert (mine["actions"], mine["changed"], len(mine["record"])) == (sent, True, count)
+    assert mine["msg"].startswith("no route to pve1; terminate: TERM sent: python3 (pid 7")
+    assert ("; and 2 more" in mine["msg"]) is (count == 5)
+    assert "verdict" not in mine
 
 
 def test_the_rounds_of_a_host_become_one_result() -> None:

@@ -454,21 +454,54 @@ def test_a_mistyped_name_is_no_variable_that_is_not_set(name: str, hint: str) ->
     assert route("node1", proxmox_nodes=4, other_gpuops_gpu=4)
 
 
-@pytest.mark.parametrize("limit", ["", "ct129", "ct129,pve1", "all:!ct129", "ct*", "~ct1.*", "@f"])
-def test_limits_that_are_there_or_patterns(limit: str) -> None:
-    routes.check_limit(limit, {"ct129", "pve1", "gpu_nodes"})
+INVENTORY = {"ct129", "pve1", "gpu_nodes", "2001:db8::21"}
 
 
-@pytest.mark.parametrize("limit", ["ct999", "ct129,ct999", "ct129:ct999", "ct129, ct999 ", "CT129"])
-def test_a_limit_that_is_not_there(limit: str) -> None:
-    with pytest.raises(routes.RouteError, match=r"no host or group .(ct999|CT129)."):
-        routes.check_limit(limit, {"ct129", "pve1", "gpu_nodes"})
+@pytest.mark.parametrize(
+    "limit",
+    [
+        *(None, "", [], "ct129", "ct129,pve1", "all:!ct129", "all,!ct129", "gpu_nodes:&ct129"),
+        *("ct*", "~ct1.*", "!ct*", "2001:db8::21", ["ct129", "pve1"], "gpu_nodes[0:2]"),
+    ],
+)
+def test_limits_that_are_there_or_patterns(limit: Any) -> None:
+    routes.check_limit(limit, INVENTORY, "-l")
 
 
-@pytest.mark.parametrize("limit", [",", ":", " , ,"])
-def test_a_limit_that_means_every_host(limit: str) -> None:
+@pytest.mark.parametrize(
+    "limit",
+    [
+        *("ct999", "ct129,ct999", "ct129:ct999", "ct129, ct999 ", "all,!ct999", "all:!ct999"),
+        *("gpu_nodes:&ct999", "gpu_nodes,&ct999", ["ct129", "ct999"], "CT129"),
+    ],
+)
+def test_a_limit_that_is_not_there(limit: Any) -> None:
+    wanted = r"no host or group .(ct999|CT129). in the inventory; correct gpuops_hosts"
+    with pytest.raises(routes.RouteError, match=wanted):
+        routes.check_limit(limit, INVENTORY, "gpuops_hosts")
+
+
+@pytest.mark.parametrize("limit", [",", ":", " , ,", [""], ["", ","]])
+def test_a_limit_that_means_every_host(limit: Any) -> None:
     with pytest.raises(routes.RouteError, match="means every host"):
-        routes.check_limit(limit, {"ct129"})
+        routes.check_limit(limit, {"ct129"}, "-l")
+
+
+def test_a_limit_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.retry"
+    file.write_text("ct129\n\n pve1 \n", encoding="utf-8")
+    routes.check_limit(f"@{file}", INVENTORY, "-l")
+    file.write_text("ct129\nct999\n", encoding="utf-8")
+    with pytest.raises(routes.RouteError, match="no host or group 'ct999'"):
+        routes.check_limit(f"@{file}", INVENTORY, "-l")
+    for empty in ("", "\n", " \n\n"):
+        file.write_text(empty, encoding="utf-8")
+        with pytest.raises(routes.RouteError, match="means every host"):
+            routes.check_limit(f"@{file}", INVENTORY, "-l")
+        with pytest.raises(routes.RouteError, match="means every host"):
+            routes.check_limit(f"@{file},@{file}", INVENTORY, "-l")
+    with pytest.raises(routes.RouteError, match="cannot be read; correct it"):
+        routes.check_limit(f"@{tmp_path}/none", INVENTORY, "-l")
 
 
 @pytest.mark.parametrize("value", [[["python3"]], False, True, [True], [None], [{"a": 1}], 1.5])
