@@ -9,10 +9,14 @@ from typing import Any
 
 from ansible.plugins.action import ActionBase
 
-from ansible_collections.gpuops.gpu.plugins.plugin_utils.batch import NoResult, own_rounds
+from ansible_collections.gpuops.gpu.plugins.plugin_utils.batch import (
+    NoResult,
+    own_rounds,
+    some_of,
+)
 
-# So much of what was done goes into the one line of a refusal.
-MOST_SENTENCES = 3
+# Verdicts that come of a reading.
+CERTAIN = ("clean", "held", "blocked", "unkillable")
 
 
 class ActionModule(ActionBase):
@@ -35,10 +39,10 @@ class ActionModule(ActionBase):
         except NoResult as error:
             return dict(result, **error.result)
         result["verdict"] = found["verdict"]
-        if found["verdict"] != "clean" and not self._task.check_mode:
-            done = args["record"][:MOST_SENTENCES]
-            if len(args["record"]) > len(done):
-                done.append(f"and {len(args['record']) - len(done)} more")
+        # In check mode nothing was done that could have made it clean; but it can be read, or not.
+        tolerated = CERTAIN if self._task.check_mode else ("clean",)
+        if found["verdict"] not in tolerated:
+            done = some_of(args["record"])
             sentences = [f"{found['verdict']}: {found['reason']}", found["remedy"], *done]
             return dict(result, failed=True, msg="; ".join(sentences))
         used = " ".join(str(gpu["used_mib"]) for gpu in found["gpus"])
