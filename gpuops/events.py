@@ -144,6 +144,8 @@ class Collector:
         target = result.get("target") or {}
         seen.vmid = int(target.get("vmid") or 0)
         seen.ladder = [str(rung["name"]) for rung in result.get("rungs") or []]
+        if seen.look:
+            return  # the role gpu_verify routes once more
         if self.verb in ("plan", "reset"):
             seen.rung = next(iter(seen.ladder), "")
         self._tell(seen, seen.rung or ("verify" if self.verb == "verify" else "look"))
