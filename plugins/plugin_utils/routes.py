@@ -1,7 +1,7 @@
 # Copyright (c) the gpuops authors
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""From the variables of one host to where to act for it. Pure functions.
+"""From the variables of one host to where to act for it. Pure functions, but for -l @FILE.
 
 Everything that an operator can set is checked here, before anything is reached or signalled.
 """
@@ -16,11 +16,10 @@ from typing import Any
 
 from ansible.inventory.manager import split_host_pattern
 
+from ansible_collections.gpuops.gpu.plugins.module_utils import deadline
+
 # What Proxmox accepts as the number of a guest.
 VMIDS = range(100, 1_000_000_000)
-
-# The longest that anything may be waited for, in seconds: a day.
-MOST_SECONDS = 86400
 
 # All variables that this collection knows: those of its roles, the hosts of its playbooks, and what
 # plan_gpus.yml says of itself.
@@ -291,7 +290,7 @@ def seconds(variables: Mapping[str, Any], key: str, default: float, words: str =
         number = 0.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = 0.0
-    if not 0 < number <= MOST_SECONDS:
+    if not 0 < number <= deadline.LONGEST:
         raise RouteError(
             f"{words or key} is '{value}'; write a number of seconds above zero, at most a day"
         )
