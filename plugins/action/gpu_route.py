@@ -27,9 +27,7 @@ class ActionModule(ActionBase):
         """Entry point of Ansible."""
         result: dict[str, Any] = super().run(tmp, task_vars)
         task_vars = task_vars or {}
-        _, args = self.validate_argument_spec(
-            argument_spec={"together": {"type": "bool", "default": False}}
-        )
+        self.validate_argument_spec(argument_spec={})
         name = str(task_vars["inventory_hostname"])
         groups = task_vars["groups"]
         carriers = set(groups.get("proxmox_hosts", [])) - set(groups.get("gpu_nodes", []))
@@ -38,7 +36,7 @@ class ActionModule(ActionBase):
         own = {key: self._templar.template(task_vars[key]) for key in names if key in task_vars}
         try:
             self.check_strategy()
-            if args["together"] and "gpuops_protect" not in own:
+            if "gpuops_protect" not in own:
                 raise routes.RouteError(
                     "the defaults of the role gpu_route are not known here; list that role before "
                     "this one under roles, or with import_role"
@@ -47,18 +45,8 @@ class ActionModule(ActionBase):
             for key, words in (("ansible_limit", "-l"), ("gpuops_hosts", "gpuops_hosts")):
                 routes.check_limit(own.get(key, task_vars.get(key)), known, words)
             found = routes.route(name, own, set(groups["all"]), carriers)
-            rungs = routes.rungs(own)
-            for rung in rungs:
-                checked = ArgumentSpecValidator(arguments.RUNG["options"]).validate(dict(rung))
-                if checked.error_messages:
-                    words = "; ".join(checked.error_messages)
-                    raise routes.RouteError(f"rung '{rung['name']}' of gpuops_ladder: {words}")
-            if file := "".join(routes.named(own, "gpuops_plan")):
-                # From the folder where the command was typed; a task may have another.
-                path = Path(file).expanduser().absolute()
-                found["plan_file"] = str(path)
-                if not own.get("gpuops_plan_is_made"):
-                    found["target"]["plan"] = plans.read(path, name)
+            found["rungs"] = checked_rungs(own)
+            self.take_plan(name, own, found)
         except routes.RouteError as error:
             return dict(result, failed=True, msg=f"{name}: {error}")
         if found["route"] == "carrier":
@@ -67,16 +55,27 @@ class ActionModule(ActionBase):
                 remedy = "name its containers instead, for example -l ct129"
                 return dict(result, failed=True, msg=f"{name}: {reason}; {remedy}")
             return dict(result, **found)
-        found["rungs"] = rungs
-        if not args["together"]:
-            return dict(result, **found)
         # A group for each acting host: the first of its hosts that is still in the play leads. Its
         # ladder and patience are the others', so only hosts with the same ones are in a group. And
         # only those that run this very task: nobody is acted for whom a condition leaves out.
         alike = [own.get(key) for key in sorted(own) if key.startswith("gpuops_verify_")]
-        key = json.dumps([self._task._uuid, found["acting"], rungs, alike], default=str)
-        group = "gpuops_on_" + sha256(key.encode()).hexdigest()[:12]
+        same = [self._task._uuid, found["acting"], found["rungs"], alike]
+        group = "gpuops_on_" + sha256(json.dumps(same, default=str).encode()).hexdigest()[:12]
         return dict(result, **self.group_by(group, task_vars), **found, group=group)
+
+    def take_plan(self, name: str, own: dict[str, Any], found: dict[str, Any]) -> None:
+        """Where the plan lies, if there is one, and whom it allows to be signalled.
+
+        :raises RouteError: it cannot be used.
+        """
+        file = "".join(routes.named(own, "gpuops_plan"))
+        if not file:
+            return
+        # From the folder where the command was typed; a task may have another.
+        path = Path(file).expanduser().absolute()
+        found["plan_file"] = str(path)
+        if not own.get("gpuops_plan_is_made"):
+            found["target"]["plan"] = plans.read(path, name)
 
     def check_strategy(self) -> None:
         """With another strategy a host would be judged before its leader has acted for it."""
@@ -116,3 +115,17 @@ class ActionModule(ActionBase):
         )
         done: dict[str, Any] = action.run(task_vars=task_vars)
         return done
+
+
+def checked_rungs(own: dict[str, Any]) -> list[Any]:
+    """The rungs to climb, each as the module takes it.
+
+    :raises RouteError: one is none.
+    """
+    rungs = routes.rungs(own)
+    for rung in rungs:
+        checked = ArgumentSpecValidator(arguments.RUNG["options"]).validate(dict(rung))
+        if checked.error_messages:
+            words = "; ".join(checked.error_messages)
+            raise routes.RouteError(f"rung '{rung['name']}' of gpuops_ladder: {words}")
+    return rungs

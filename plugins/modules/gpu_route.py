@@ -14,17 +14,11 @@ description:
   - Reads the public variables of this collection for the host (the roles' defaults document them),
     checks them, and says where to act - on the node itself, or on the Proxmox host of a container.
   - Fails with one sentence that says what to write instead, before anybody is reached or signalled.
-  - Can put hosts with the same acting host into a group, as M(ansible.builtin.group_by) does, so
-    that one of them can act for all.
+  - Puts hosts that run this same task, and have the same acting host, ladder and patience, into a
+    group, as M(ansible.builtin.group_by) does, so that one of them can act for all. A host that a
+    condition keeps from running the task is in no group, so that nobody acts for it.
   - Runs on the controller and reaches nobody.
-options:
-  together:
-    description:
-      - Put this host into a group with those that run this same task, and have the same acting host,
-        ladder and patience. A host that a condition keeps from running the task is in no group, so
-        that nobody acts for it.
-    type: bool
-    default: false
+options: {}
 attributes:
   check_mode:
     support: full
@@ -39,11 +33,6 @@ author:
 EXAMPLES = r"""
 - name: Decide where to act, and check everything that is set
   gpuops.gpu.gpu_route:
-  register: gpu_route_mine
-
-- name: Take part in what is done next, by one host for all that do
-  gpuops.gpu.gpu_route:
-    together: true
   register: gpu_route_mine
 """
 
@@ -64,8 +53,12 @@ rungs:
   description: The rungs of the ladder that are to be climbed, in order.
   returned: success
   type: list
+plan_file:
+  description: The file of C(gpuops_plan), as an absolute path.
+  returned: success, when one is given
+  type: str
 group:
   description: The group of the hosts that are acted for together.
-  returned: success, where O(together) is set and the host is none that only carries containers
+  returned: success, when the host takes part
   type: str
 """
