@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -28,6 +29,9 @@ FORMATS = {
     "prometheus": ("", ".prom"),
     "html": ("report.html.j2", ".html"),
 }
+
+# The folder where a process has its open files, to which /dev/fd and /dev/stdout lead.
+DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 
 
 def render(report: Report, format: str) -> str:
@@ -106,10 +110,9 @@ def write(report: Report, format: str, path: Path) -> None:
     """
     text = render(report, format)
     try:
-        if path.exists() and (not path.is_file() or _is_descriptor(path)):
-            # At the end: what a descriptor leads to may be a file that others write into as well.
-            with path.open("a", encoding="utf-8", errors="replace") as stream:
-                stream.write(text)
+        opened = _descriptor(path) if path.exists() else None  # which a loop of links does not
+        if opened or (path.exists() and not path.is_file()):
+            _append(opened or path, text)
         else:
             _replace(Path(os.path.realpath(path)), text)  # of a link, what it leads to
     except OSError as error:
@@ -118,9 +121,25 @@ def write(report: Report, format: str, path: Path) -> None:
         ) from error
 
 
-def _is_descriptor(path: Path) -> bool:
-    """Whether it is a name for something that is open, such as ``/dev/fd/3``."""
-    return path.absolute().is_relative_to("/dev") or path.absolute().is_relative_to("/proc")
+def _descriptor(path: Path) -> Path | None:
+    """What is open already, if this is a name for it, such as ``/dev/fd/3``, or a link to one.
+
+    Links are followed one by one, since the last leads away, to the file itself.
+    """
+    folder = Path(os.path.realpath(path.parent))
+    step = folder / path.name
+    if not step.is_symlink():
+        return None
+    return step if DESCRIPTORS.fullmatch(str(folder)) else _descriptor(folder / step.readlink())
+
+
+def _append(path: Path, text: str) -> None:
+    """Write into what is there, at the end: others may write into it as well."""
+    own = path.parent == Path(f"/proc/{os.getpid()}/fd")
+    # Opened anew it would have a place of its own in the file, where our other words go too.
+    file = os.dup(int(path.name)) if own else path
+    with open(file, "a", encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
+        stream.write(text)
 
 
 def _replace(path: Path, text: str) -> None:

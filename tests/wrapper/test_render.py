@@ -9,9 +9,11 @@ import shutil
 import stat
 import struct
 import subprocess
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
@@ -133,6 +135,51 @@ def test_a_file_that_is_open_is_written_into(replay: Replay, tmp_path: Path) -> 
         print("done", file=log, flush=True)
         log.seek(0)
         assert log.read() == f"begun\n{render(replay('reset-held'), 'json')}done\n"
+
+
+def test_a_link_to_what_is_open_is_written_into(replay: Replay, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    link, other = tmp_path / "out.log", tmp_path / "logs/link"
+    with (tmp_path / "log").open("a+") as log:
+        other.symlink_to(f"/dev/fd/{log.fileno()}")
+        link.symlink_to("logs/link")
+        print("begun", file=log, flush=True)
+        write(replay("reset-held"), "json", link)
+        log.seek(0)
+        assert log.read() == f"begun\n{render(replay('reset-held'), 'json')}"
+    assert link.is_symlink() and other.is_symlink()
+
+
+def test_a_link_to_standard_output_is_written_into(replay: Replay, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(replay("reset-blocked").to_json())
+    link = tmp_path / "x.log"
+    link.symlink_to("/dev/fd/1")
+    argv = [sys.executable, "-m", "gpuops", "report", str(tmp_path / "old.json")]
+    for mode in ("a+", "w+"):  # as after >> and >
+        with (tmp_path / "all").open(mode) as out:
+            out.truncate(0)
+            print("begun", file=out, flush=True)
+            subprocess.run([*argv, "--output", f"json={link}"], stdout=out, check=False)
+            out.seek(0)
+            assert out.read().startswith(f"begun\n{render(replay('reset-blocked'), 'json')}ct129 ")
+    assert link.is_symlink()
+
+
+def test_links_in_a_circle_do_no_harm(replay: Replay, tmp_path: Path) -> None:
+    for name, target in (("a", "b"), ("b", "a")):
+        (tmp_path / name).symlink_to(target)
+    write(replay("reset-held"), "json", tmp_path / "a")
+    assert Report.from_json((tmp_path / "a").read_text()) == replay("reset-held")
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a folder below /dev")
+def test_a_file_below_dev_is_replaced(replay: Replay, tmp_path: Path) -> None:
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        files = (Path(folder, "out.json"), Path(f"/dev/..{tmp_path}/out.json"))
+        for file in files:
+            for name in ("reset-held", "reset-clean"):
+                write(replay(name), "json", file)
+                assert Report.from_json(file.read_text()) == replay(name)
 
 
 def test_of_a_link_the_target_is_replaced(replay: Replay, tmp_path: Path) -> None:
