@@ -139,8 +139,10 @@ def report(
     with click.open_file(file, "rb") as stream:
         found = Report.from_json(stream.read())
     targets = verbs.targets_of(json_, outputs)
-    problems = list(verbs.write_files(found, targets))
+    files, pipes = verbs.files_of(targets)
+    problems = list(verbs.write_files(found, files))
     problems += verbs.show(found, targets, verbs.screen_for(targets, live=False))
+    problems += verbs.write_files(found, pipes)
     for problem in problems:
         raise problem
     sys.exit(found.exit_code)

@@ -56,13 +56,17 @@ def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fal
         except PlanError as error:
             found = error.report
             problems.append(error)
+        files, pipes = files_of(targets)
         # Before anything is shown: whoever reads it may have stopped to.
-        problems += _keep(found, targets, log_dir)
+        problems += _keep(found, files, log_dir)
         screen.close()
         try:
             problems += show(found, targets, screen)
-            for problem in problems:
-                words.say(f"gpuops: {problem.what}\n        {problem.remedy}")
+            _tell(problems, words)
+            # At the very end: a pipe that nobody opens is waited for until Ctrl-C.
+            late = list(write_files(found, pipes))
+            _tell(late, words)
+            problems += late
             words.wait()
         except KeyboardInterrupt:
             os._exit(130)  # all is kept, and a thread may be in the middle of a write for ever
@@ -117,6 +121,19 @@ def _to_stdout(document: str) -> OSError | None:
     return None
 
 
+def files_of(targets: Targets) -> tuple[Targets, Targets]:
+    """The files that can be written at once, and the pipes and devices, whose readers may be slow.
+
+    Looked at once, so that none is lost whose kind changes meanwhile.
+    """
+    files: Targets = []
+    pipes: Targets = []
+    for format, file in targets:
+        if file is not None:
+            (pipes if render.waits(file) else files).append((format, file))
+    return files, pipes
+
+
 def write_files(report: Report, targets: Targets) -> Iterator[GpuopsError]:
     """Write each file that was asked for; what could not be written is no reason to stop."""
     for format, file in targets:
@@ -125,6 +142,11 @@ def write_files(report: Report, targets: Targets) -> Iterator[GpuopsError]:
                 render.write(report, format, file)
             except UsageError as error:
                 yield error
+
+
+def _tell(problems: Iterable[GpuopsError], words: Screen) -> None:
+    for problem in problems:
+        words.say(f"gpuops: {problem.what}\n        {problem.remedy}")
 
 
 def _keep(report: Report, targets: Targets, log_dir: Path | None) -> Iterator[GpuopsError]:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -104,21 +105,32 @@ def prometheus(report: Report) -> str:
 def write(report: Report, format: str, path: Path) -> None:
     """Render into a file, which is there in full or not at all.
 
-    What is no file, such as a pipe, a device or an open descriptor, is written into.
+    What is no file, such as a pipe, a device or an open descriptor, is written into. That a reader
+    has left is no error.
 
     :raises UsageError: it cannot be written, or there is no such format.
     """
     text = render(report, format)
     try:
         opened = _descriptor(path) if path.exists() else None  # which a loop of links does not
-        if opened or (path.exists() and not path.is_file()):
+        if opened or waits(path):
             _append(opened or path, text)
         else:
             _replace(Path(os.path.realpath(path)), text)  # of a link, what it leads to
+    except BrokenPipeError:
+        pass
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written ({error.strerror})", "name another file after --output"
         ) from error
+
+
+def waits(path: Path) -> bool:
+    """Whether a write may have to wait for a reader: it is there, and no regular file."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
 
 
 def _descriptor(path: Path) -> Path | None:

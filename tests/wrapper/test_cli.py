@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import yaml
 from gpuops import Interrupted, PlanError, Report, api, cli, options
 from gpuops.verbs import joined
 from tests.lab import Lab
+from tests.patience import PATIENCE, until
 from tests.wrapper.conftest import RECORDED, Replay
 
 GPUOPS = [sys.executable, "-m", "gpuops"]
@@ -420,6 +422,38 @@ def test_a_run_on_full_and_closed_streams(shell: Callable[[str], Done], tmp_path
         file = tmp_path / "here/x.json"
         assert Report.from_json(file.read_text()).exit_code == code
         file.unlink()
+
+
+def test_a_pipe_that_nobody_opens_holds_up_nothing_else(
+    shell: Callable[[str], Done], tmp_path: Path
+) -> None:
+    """Ctrl-C ends the wait for it, and by then all else has been shown and kept."""
+    del shell  # it made the files
+    pipe, out, file = tmp_path / "pipe", tmp_path / "out", tmp_path / "x.json"
+    os.mkfifo(pipe)
+    asked = ["status", "-l", "node1", "-i", str(tmp_path / "sites"), "--log-dir", str(tmp_path)]
+    asked += ["--output", f"json={pipe}", "--output", f"json={file}"]
+    with out.open("w") as stream:
+        run = subprocess.Popen([*GPUOPS, *asked], stdout=stream, cwd=ROOT)
+    try:
+        assert until(lambda: "1 host: 1 " in out.read_text())
+        assert Report.from_json(file.read_text()).hosts[0].name == "node1"
+        assert (tmp_path / "history.jsonl").read_text()
+        assert run.poll() is None
+        run.send_signal(signal.SIGINT)
+        assert run.wait(PATIENCE) == 130
+    finally:
+        run.kill()
+        run.wait()
+
+
+def test_a_reader_of_a_file_that_has_left_changes_no_exit_code(call: Call, answers: Any) -> None:
+    answers("reset", "reset-clean")
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = call("reset", "-l", "all", "--output", f"json=/dev/fd/{writes}")
+    os.close(writes)
+    assert done.code == 0 and done.err == ""
 
 
 def test_a_full_disk_leaves_no_half_of_an_inventory(shell: Callable[[str], Done]) -> None:

@@ -128,6 +128,13 @@ def test_what_is_no_file_is_written_into(replay: Replay, tmp_path: Path) -> None
     os.close(slave)
 
 
+def test_a_reader_that_has_left_is_no_error(replay: Replay) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    write(replay("reset-held"), "json", Path(f"/dev/fd/{writes}"))
+    os.close(writes)
+
+
 def test_a_file_that_is_open_is_written_into(replay: Replay, tmp_path: Path) -> None:
     with (tmp_path / "log").open("a+") as log:
         print("begun", file=log, flush=True)
