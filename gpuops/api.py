@@ -6,13 +6,12 @@ All are safe to call from several threads at once, and change nothing that is cl
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -99,16 +98,21 @@ def plan(
     given = (limit, inventory, asked, timeout, verbosity, output, cancel)
     if write is None:
         return _run(collector, *given)
-    with _fresh(Path(_file(write))) as file:
-        asked["gpuops_plan"] = str(file)
+    file = Path(_file(write))
+    with _beside(file) as folder:
+        fresh = Path(folder, file.name)
+        asked["gpuops_plan"] = str(fresh)
         report = _run(collector, *given)
-        if not file.exists():
+        if fresh.exists():
+            why = _moved(fresh, file)
+        else:
             why = report.ended or next(reversed(collector.failures), "no host could be looked at")
-            raise PlanError(
-                report,
-                f"the plan was not written to {write} ({why})",
-                "put that right and plan again, before a reset with --plan",
-            )
+    if why:
+        raise PlanError(
+            report,
+            f"the plan was not written to {write} ({why})",
+            "put that right and plan again, before a reset with --plan",
+        )
     return report
 
 
@@ -219,24 +223,29 @@ def _file(path: str | os.PathLike[str]) -> str:
     return str(file)
 
 
-@contextlib.contextmanager
-def _fresh(file: Path) -> Iterator[Path]:
-    """A name for Ansible to write to: what is there in the end was written by this run.
+def _beside(file: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder for Ansible to write to: what is there in the end was written by this run.
 
     Of an old plan nobody could tell, since Ansible leaves a file alone that it finds as it should
     be.
     """
     try:
-        folder = tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent)
+        return tempfile.TemporaryDirectory(
+            prefix=f".{file.name}.", dir=file.parent, ignore_cleanup_errors=True
+        )
     except OSError as error:
         raise UsageError(
             f"{file} cannot be written ({error.strerror})", "name a file in another folder"
         ) from error
-    with folder as name:
-        fresh = Path(name, file.name)
-        yield fresh
-        if fresh.exists():
-            fresh.replace(file)
+
+
+def _moved(fresh: Path, file: Path) -> str:
+    """Put a file in its place, whole; what stands in the way, such as a mount."""
+    try:
+        fresh.replace(file)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _gpus(gpus: Gpus) -> list[str]:

@@ -139,6 +139,21 @@ def test_a_plan_that_is_not_written_is_an_error(
     assert [path.name for path in tmp_path.iterdir() if path != file] == ["hosts.yml"]
 
 
+def test_a_plan_that_cannot_take_its_place_loses_no_report(
+    planned: Any, inventory: Path, tmp_path: Path
+) -> None:
+    planned("a plan")
+    file = tmp_path / "plan"
+
+    def watch(_: Any) -> None:
+        (file / "taken").mkdir(parents=True, exist_ok=True)
+
+    with pytest.raises(PlanError, match=r"not written to .*/plan \(Is a directory\)") as caught:
+        gpuops.plan("all", inventory, write=file, watch=watch)
+    assert [host.name for host in caught.value.report.hosts] == ["ct129", "node1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"hosts.yml", "plan"}
+
+
 def test_a_plan_where_nothing_can_be_written(inventory: Path) -> None:
     with pytest.raises(UsageError, match="plan cannot be written"):
         gpuops.plan("all", inventory, write="/proc/self/plan")
