@@ -59,6 +59,10 @@ def _twin(call: Callable[P, Report]) -> Callable[P, Coroutine[Any, Any, Report]]
                 report = call(*args, **given)
             except Interrupted as error:
                 report = error.report  # raised, it would end the loop as a KeyboardInterrupt does
+            except StopIteration as error:
+                # No future takes one, and the task would wait for ever.
+                problem = RuntimeError(f"{call.__name__} raised StopIteration")
+                problem.__cause__ = error
             except BaseException as error:
                 problem = error
             with contextlib.suppress(RuntimeError):  # the loop may be closed by now

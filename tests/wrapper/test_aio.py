@@ -95,6 +95,27 @@ def test_an_error_of_the_run_is_an_error_of_the_task(error: BaseException) -> No
         asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
+def test_the_end_of_an_iterator_is_an_error_of_the_task() -> None:
+    """As of a ``watch`` that calls next(); a future refuses it as it is."""
+    ended = StopIteration()
+
+    def status(limit: str, *, cancel: threading.Event | None = None) -> Report:
+        raise ended
+
+    def main() -> None:
+        try:
+            asyncio.run(aio._twin(status)("ct129"))
+        except RuntimeError as error:
+            caught.append(error)
+
+    caught: list[RuntimeError] = []
+    thread = threading.Thread(target=main, daemon=True)  # so that a task without end ends the test
+    thread.start()
+    thread.join(PATIENCE)
+    (error,) = caught
+    assert str(error) == "status raised StopIteration" and error.__cause__ is ended
+
+
 def test_each_verb_has_a_twin() -> None:
     for verb in ("status", "plan", "reset", "verify"):
         twin: Any = getattr(aio, verb)
