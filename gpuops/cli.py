@@ -334,7 +334,10 @@ def main() -> NoReturn:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except OSError as error:
-        what = f"{error.filename or 'standard output'} cannot be used ({error.strerror or error})"
+        culprit = error.filename or (
+            "standard output" if _is_of_echo(error) else "a file or device"
+        )
+        what = f"{culprit} cannot be used ({error.strerror or error})"
         code = _complain(what, "see whether it is there, and the disk not full", 2)
     except Exception as error:
         what = f"internal error: {type(error).__name__}: {error}"
@@ -350,6 +353,14 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
+
+
+def _is_of_echo(error: OSError) -> bool:
+    """Whether it was raised where click, for us or by itself, writes to standard output."""
+    from traceback import walk_tb
+
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__") == click.echo.__module__
 
 
 def _complain(what: str, remedy: str, code: int) -> int:

@@ -96,19 +96,31 @@ def run(
     :param cancel: ends the run when it is set.
 
     :raises Ended: it was cancelled or took too long.
+    :raises UsageError: there is no inventory, or no room for a temporary folder.
     :raises AnsibleError: Ansible could not be run.
     :raises KeyboardInterrupt: Ctrl-C, after Ansible has been ended.
     """
-    folder = tempfile.mkdtemp(prefix="gpuops-")
-    try:
+    with temporary("gpuops-") as folder:
         config = _configure(folder, playbook, limit, inventory, variables, check, verbosity)
         if not words:
             config.env["ANSIBLE_STDOUT_CALLBACK"] = "gpuops_events"
             config.env["ANSIBLE_CALLBACK_PLUGINS"] += f":{CALLBACKS}"
         with _swallow(Path(config.artifact_dir, "command")):
             _Job(config, take).run(timeout, cancel)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def temporary(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder that only its owner can read, and that is gone afterwards.
+
+    :raises UsageError: there is no room for one.
+    """
+    try:
+        return tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(
+            f"a temporary folder cannot be made ({error.strerror})",
+            "name a folder in TMPDIR that can be written to",
+        ) from error
 
 
 def here() -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from gpuops import api, history, render
+from gpuops import api, history, render, runner
 from gpuops import screen as screens
 from gpuops.errors import GpuopsError, Interrupted, PlanError, UsageError
 from gpuops.report import Host, Report, totals
@@ -170,7 +169,7 @@ def _ask_and_reset(
     :param words: where the question is asked; these are shown there too, if not on a terminal.
     """
     asking = screen if screen.stream.isatty() else words
-    with tempfile.TemporaryDirectory(prefix="gpuops-plan-") as folder:
+    with runner.temporary("gpuops-plan-") as folder:
         file = Path(folder, "plan.json")
         try:
             planned = api.plan(limit, inventory, write=file, **options)

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -454,6 +455,30 @@ def test_a_reader_of_a_file_that_has_left_changes_no_exit_code(call: Call, answe
     done = call("reset", "-l", "all", "--output", f"json=/dev/fd/{writes}")
     os.close(writes)
     assert done.code == 0 and done.err == ""
+
+
+def test_only_what_stdout_did_is_blamed_on_it(call: Call, answers: Any) -> None:
+    answers("status", OSError(28, "No space left on device"))
+    done = call("status", "-l", "all")
+    assert done.code == 2
+    assert done.err.startswith("gpuops: a file or device cannot be used (No space left on device)")
+
+
+@pytest.mark.parametrize("verb", ["status", "reset"])
+def test_without_room_for_a_temporary_folder_it_says_so(
+    call: Call, types: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    (tmp_path / "sites").write_text("node1 ansible_connection=local\n")
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    types("n\n")
+    done = call(verb, "-l", "node1", "-i", str(tmp_path / "sites"))
+    assert done.code == 2
+    what, to_do = done.err.splitlines()
+    assert what.startswith("gpuops: a temporary folder cannot be made (No usable temporary ")
+    assert "TMPDIR" in to_do
 
 
 def test_a_full_disk_leaves_no_half_of_an_inventory(shell: Callable[[str], Done]) -> None:
