@@ -16,7 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuops import cli, options
+from gpuops import cli, options, runner
 from gpuops.report import EXIT_CODES
 from tests.lab import Lab
 
@@ -51,6 +51,13 @@ def test_both_usages_are_there_in_all_forms() -> None:
         *("shell", "cron", "github benchmark", "github nightly", "gitlab benchmark"),
         *("gitlab nightly", "python"),
     }
+
+
+def test_the_page_tells_which_settings_are_switched_off_and_which_errors_hold_a_report() -> None:
+    for setting in runner.UNFIT:
+        assert f"`{setting.removeprefix('ANSIBLE_').lower()}`" in DETAILS
+    for error in ("AnsibleError", "Interrupted", "NotCleanError", "PlanError"):
+        assert error in DETAILS
 
 
 def test_exit_codes_and_formats_are_those_of_the_program() -> None:
