@@ -173,7 +173,7 @@ def _hosts(limit: str | Iterable[str]) -> str:
     """The hosts that were asked for, as after ``-l``.
 
     Of what it cannot read Ansible makes no limit, so that ``,``, ``[`` or an ``@FILE`` without a
-    name in it would mean every host.
+    name in it would mean every host. Whether a name is in the inventory, the collection looks.
 
     :raises UsageError: no host is named, or a part is no name, no pattern and no file of names.
     """
@@ -185,28 +185,30 @@ def _hosts(limit: str | Iterable[str]) -> str:
     for name in names:
         if not re.search(r"[\w*]", name) or name.count("[") != name.count("]"):
             raise UsageError(f"'{name}' is no host, group or pattern", what_to_do)
-        for word in name.split(":"):  # Ansible's other way to write several
-            if word.startswith("@"):
-                _names_somebody(Path(word[1:]))
-    return ",".join(names)
+    hosts = ",".join(names)
+    words = re.split("[,:]", hosts)  # a colon is Ansible's other way to write several
+    if not any([_names_somebody(word) for word in words]):  # a list, so that each is looked at
+        raise UsageError(f"-l {hosts} names no host", what_to_do)
+    return hosts
 
 
-def _names_somebody(file: Path) -> None:
-    """See that a file after ``-l @`` has names in it, one a line.
+def _names_somebody(word: str) -> bool:
+    """Whether there is anything in it; of a file after ``@``, in the file.
 
-    :raises UsageError: it has none, or cannot be read.
+    :raises UsageError: the file cannot be read, also not a second time, by Ansible, as a pipe.
     """
-    what_to_do = "write names of hosts or groups into it, one a line"
+    if not word.startswith("@"):
+        return bool(word)
+    file = Path(word[1:])
+    what_to_do = "name a file with names of hosts or groups in it, one a line"
     try:
-        if file.exists() and not file.is_file():  # a pipe would be empty when Ansible reads it
-            raise UsageError(f"the {file} of -l @{file} is no file", what_to_do)
-        text = file.read_text(encoding="utf-8", errors="replace")
+        if file.exists() and not file.is_file():
+            raise UsageError(f"the {file} of -l {word} is no file", what_to_do)
+        return bool(file.read_text(encoding="utf-8", errors="replace").strip())
     except OSError as error:
         raise UsageError(
-            f"the {file} of -l @{file} cannot be read ({error.strerror})", what_to_do
+            f"the {file} of -l {word} cannot be read ({error.strerror})", what_to_do
         ) from error
-    if not text.strip():
-        raise UsageError(f"the {file} of -l @{file} names no host", what_to_do)
 
 
 def _file(path: str | os.PathLike[str]) -> str:

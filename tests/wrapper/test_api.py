@@ -54,8 +54,8 @@ def test_what_ansible_would_take_for_every_host_is_refused(
 
 
 @pytest.mark.parametrize("text", ["", "\n", " \n\t\r\n", None])
-@pytest.mark.parametrize("limit", ["@FILE", "node1,@FILE", ["@FILE"], ":@FILE", "node1:@FILE"])
-def test_a_file_of_names_without_a_name_is_refused(
+@pytest.mark.parametrize("limit", ["@FILE", "@FILE,@FILE", ["@FILE", ""], ":@FILE", "@FILE:@FILE"])
+def test_files_of_names_without_a_name_are_refused(
     limit: str | list[str], text: str | None, inventory: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "names"
@@ -66,10 +66,21 @@ def test_a_file_of_names_without_a_name_is_refused(
         gpuops.reset([each.replace("FILE", str(file)) for each in given], inventory)
 
 
-def test_a_pipe_of_names_is_refused(inventory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", ["", "node1,", "node1:"])
+def test_a_pipe_of_names_is_refused(inventory: Path, tmp_path: Path, others: str) -> None:
     os.mkfifo(tmp_path / "names")
     with pytest.raises(UsageError, match="is no file"):
-        gpuops.reset(f"@{tmp_path / 'names'}", inventory)
+        gpuops.reset(f"{others}@{tmp_path / 'names'}", inventory)
+
+
+@pytest.mark.parametrize("between", [",", ":"])
+def test_a_file_without_a_name_beside_a_name_is_no_error(tmp_path: Path, between: str) -> None:
+    """To Ansible and to the collection too, and it does not mean every host."""
+    (tmp_path / "names").touch()
+    (tmp_path / "sites").write_text("[all:vars]\nansible_connection=local\n[two]\nnode1\nnode2\n")
+    report = gpuops.status(f"node1{between}@{tmp_path / 'names'}", tmp_path / "sites")
+    assert [host.name for host in report.hosts] == ["node1"]
+    assert "names nothing" not in report.hosts[0].reason
 
 
 def test_a_file_of_names_is_a_limit(inventory: Path, tmp_path: Path) -> None:
