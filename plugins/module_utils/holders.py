@@ -187,7 +187,7 @@ class Stoppers:
         fields = stat_fields(pid)
         if fields:
             who = (pid, fields[19])
-            self._wholly[who] = wholly or who in self._wholly
+            self._wholly[who] = wholly or self._wholly.get(who, False)
 
     def known(self) -> dict[int, bool]:
         """Those that are still there, and whether wholly; another with their number has not."""
@@ -244,8 +244,10 @@ def scan(
         so it is made in forked workers that can be abandoned.
     :param stoppers: who has stopped earlier looks; those who stop this one are added.
 
-    Never raises: a process that vanishes in the middle of a read is simply gone. Who could not be
-    looked at is in ``skipped``, and costs nobody else a look.
+    A process that vanishes in the middle of a read is simply gone. Who could not be looked at is in
+    ``skipped``, and costs nobody else a look.
+
+    :raises OSError: no further file can be opened, or no process started.
     """
     result = Scan(deep)
     stoppers = stoppers or Stoppers()
@@ -287,9 +289,10 @@ def _look_at_all(
         if left:
             culprit = int(left[0])
             result.late.add(culprit)
+            if not worker.died:
+                # Where its mappings were left out already, it is its descriptors that stop a look.
+                stoppers.add(culprit, not worker.has_begun or culprit in known)
             if time.monotonic() < until:
-                if not worker.died:
-                    stoppers.add(culprit, not worker.has_begun)
                 workers.append(_Worker(left[1:], devices, result.deep, known))
             else:
                 result.late.update(int(name) for name in left)
@@ -315,7 +318,12 @@ class _Worker:
         self._data = b""
         self.died = False
         self._pipe, write_end = os.pipe()
-        self._child = os.fork()
+        try:
+            self._child = os.fork()
+        except OSError:
+            os.close(self._pipe)
+            os.close(write_end)
+            raise
         if self._child == 0:
             try:
                 deadline.let_go(write_end)

@@ -74,21 +74,30 @@ class Node:
             last = self._scan
             if last is not None and last.started >= since and (last.deep or not deep):
                 return last
-            if self._apps_readable:
-                self.session.ask("apps")
-            found = holders.scan(self.devices, deep, stoppers=self.stoppers)
-            if self._apps_readable and not self._add_driver_list(found) and not deep:
-                # The driver names a process that the quick look did not find a device on.
-                started = found.started
-                found = holders.scan(self.devices, deep=True, stoppers=self.stoppers)
-                found.started = started
-                self.session.ask("apps")
-                self._add_driver_list(found)
-            for pid, holder in list(found.holders.items()):
-                if not self.identify(holder) or self._is_own(holder):
-                    del found.holders[pid]
+            try:
+                found = self._look_anew(deep)
+            except OSError:
+                # Else the answer to what was asked would pass for that to the next question.
+                self.session.drop_answers()
+                raise
             self._scan = found
             return found
+
+    def _look_anew(self, deep: bool) -> holders.Scan:
+        if self._apps_readable:
+            self.session.ask("apps")
+        found = holders.scan(self.devices, deep, stoppers=self.stoppers)
+        if self._apps_readable and not self._add_driver_list(found) and not deep:
+            # The driver names a process that the quick look did not find a device on.
+            started = found.started
+            found = holders.scan(self.devices, deep=True, stoppers=self.stoppers)
+            found.started = started
+            self.session.ask("apps")
+            self._add_driver_list(found)
+        for pid, holder in list(found.holders.items()):
+            if not self.identify(holder) or self._is_own(holder):
+                del found.holders[pid]
+        return found
 
     def _add_driver_list(self, found: holders.Scan) -> bool:
         """Add what the driver says to holders that /proc confirms; False if it names others.
@@ -185,7 +194,7 @@ class Node:
         everyone = [holders.Holder(pid) for pid in sorted(pids)]
         stoppers = self.stoppers.known()
         for each in everyone:
-            each.blocks = each.pid in stoppers
+            each.blocks = each.pid in stoppers or each.pid in found.late
         unseen = [each for each in everyone if self.identify(each)]
         home = self.home(target)
         return [

@@ -299,7 +299,7 @@ def failure(text: str, exit_code: int) -> str:
 
 
 def last_silence(handle: int, before: float) -> float:
-    """Now if nothing is there to be read, else ``before``: what comes is no older than that."""
+    """Now if nothing is there to be read, else ``before``: what comes is printed after that."""
     now = time.monotonic()
     return before if deadline.readable(handle, 0) else now
 
@@ -328,8 +328,9 @@ class Session:
         self._buffer = b""
         self._asked: list[float] = []
         self._answered = 0.0
+        # When the question of the last answer was put: it cannot be older.
+        self._asked_at = 0.0
         # The answer taken last is no older than this.
-        self._at = 0.0
         self._write = self._read = -1
         # Different each time: a process can have any name, and names are part of the answers.
         self._mark = "gpuops-%s " % os.urandom(8).hex()
@@ -365,14 +366,13 @@ class Session:
         # An answer's time runs from its question, or from the answer before it.
         asked = self._asked.pop(0)
         until = max(asked, self._answered) + self.timeout
-        self._at = max(asked, self._at)
         while not self.lost:
             text, mark, rest = self._buffer.partition(self._mark.encode())
             if mark and b"\n" in rest:
                 code, _, self._buffer = rest.partition(b"\n")
                 self._answered = time.monotonic()
+                self._asked_at = asked
                 return self._after_ready(text.decode("utf-8", "replace")), int(code)
-            self._at = last_silence(self._read, self._at)
             if not self._receive(until - time.monotonic()):
                 self.abandon_silent()
         raise SmiError(self.lost)
@@ -424,7 +424,7 @@ class Session:
         except SmiError as error:
             return Reading([], [str(error)], None)
         reading = parse_gpus(text, code)
-        reading.at = self._at
+        reading.at = self._asked_at
         return reading
 
     def apps(self) -> tuple[list[App], list[str]]:
@@ -471,7 +471,7 @@ class Loop:
         self._session = session
         self._uuids = [gpu.uuid for gpu in last.gpus]
         self._buffer = b""
-        self._answered = self._at = time.monotonic()
+        self._answered = self._silent = self._before = time.monotonic()
         self._pid, self._write, self._read = 0, -1, -1
         if not self.over:
             argv = [*session.prefix, "nvidia-smi", *QUERY_GPUS, "-lms", str(LOOP_MS)]
@@ -492,7 +492,7 @@ class Loop:
             if len(lines) > len(self._uuids):
                 self._buffer = lines.pop()
                 return self._checked(b"\n".join(lines).decode("utf-8", "replace"))
-            self._at = last_silence(self._read, self._at)
+            self._silent = last_silence(self._read, self._silent)
             if deadline.readable(self._read, until - time.monotonic()):
                 data = os.read(self._read, 65536)
                 self._buffer += data
@@ -507,7 +507,8 @@ class Loop:
     def _checked(self, text: str) -> Reading | None:
         self._answered = time.monotonic()
         found = parse_gpus(text, 0)
-        found.at = self._at
+        # It was begun when the one before had been printed.
+        found.at, self._before = self._before, self._silent
         self.over = bool(found.problems) or [gpu.uuid for gpu in found.gpus] != self._uuids
         return None if self.over else found
 

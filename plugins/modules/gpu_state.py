@@ -123,7 +123,9 @@ hosts:
       description: What could not be read and was done without, in sentences.
       type: list
     done:
-      description: Seconds after which this target was through, of the O(ignore:seconds) of all.
+      description:
+        - Seconds from the start of the work to the question of the first reading that counts. It may be
+          negative, because readings begin before that.
       type: float
     scan:
       description: How long the look at all processes took, at how many, and whether it was deep.

@@ -226,6 +226,15 @@ started.wait()
 )
 
 
+@pytest.fixture
+def stays_here() -> Iterator[None]:
+    """A look moves about in /proc."""
+    folder = Path.cwd()
+    yield
+    os.chdir(folder)
+
+
+@pytest.mark.usefixtures("stays_here")
 def test_tables_that_tasks_share_are_read_once(
     python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +262,7 @@ def test_tables_that_tasks_share_are_read_once(
     assert look() == (9, [{"gpu6"}] * 4)
 
 
+@pytest.mark.usefixtures("stays_here")
 def test_tables_are_shared_by_those_left_when_the_main_thread_has_exited(
     python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,6 +499,28 @@ def test_who_has_stopped_a_look_stops_no_other(
         for _ in range(3):
             assert (set(scan().holders), scan().skipped) == ({pids[1]}, {pids[0]})
     assert len(workers) == 7  # stopped at its descriptors, and so once
+
+
+def test_two_looks_that_stop_at_its_mappings_say_nothing_of_its_descriptors() -> None:
+    stoppers = holders.Stoppers()
+    stoppers.add(os.getpid(), wholly=False)
+    stoppers.add(os.getpid(), wholly=False)
+    assert stoppers.known() == {os.getpid(): False}
+    stoppers.add(os.getpid(), wholly=True)
+    stoppers.add(os.getpid(), wholly=False)
+    assert stoppers.known() == {os.getpid(): True}
+
+
+@pytest.mark.parametrize("limit", [0.3, 30.0])
+def test_who_stops_a_look_blocks_also_where_the_look_has_no_time_left(
+    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, limit: float
+) -> None:
+    path = nodes.make("nvidia1", 195, 1)
+    pid = python(BEGIN + "hold(sys.argv[1]); " + WAIT, path).pid
+    monkeypatch.setattr(holders, "LOOK_PATIENCE", 0.6)
+    monkeypatch.setattr(holders, "_mapped_devices", lambda *_: time.sleep(60))
+    found = holders.scan(DEVICES, True, [pid], limit=limit)
+    assert (found.late, found.holders[pid].blocks) == ({pid}, True)
 
 
 def test_another_process_of_that_number_has_stopped_nobody(

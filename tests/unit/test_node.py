@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from ansible_collections.gpuops.gpu.plugins.module_utils import (
     holders,
     node,
+    nvidia_smi,
     owners,
     verdict,
     work,
@@ -418,15 +421,19 @@ def test_who_could_not_be_looked_at_counts_unless_it_is_ours_or_protected(
     assert unseen == {"usual": [18], "no memory told": [18, 20], "protected": []}
 
 
+@pytest.mark.parametrize("known", ["a stopper", "not reached"])
 def test_the_command_of_who_has_stopped_a_look_is_read_aside(
-    python: Python, monkeypatch: pytest.MonkeyPatch
+    python: Python, monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
     """Its memory may be locked, and who reads that in this program would never come back."""
     pid = python("import time; print('ready', flush=True); time.sleep(60)").pid
     host = this_node()
-    host.stoppers.add(pid, wholly=False)
     found = holders.Scan(deep=True)
     found.skipped = {pid}
+    if "stopper" in known:
+        host.stoppers.add(pid, wholly=False)
+    else:
+        found.late = {pid}
     asked: list[int] = []
     monkeypatch.setattr(node, "_command_of_stuck", lambda pid: asked.append(pid) or "my-editor")
     read = holders.read_bytes
@@ -442,3 +449,39 @@ def test_the_command_of_who_has_stopped_a_look_is_read_aside(
     protecting = verdict.Target({**spec, "protect": ["my-editor"]})
     assert host._unseen(protecting, found) == []
     assert asked == [pid]
+
+
+def test_after_a_look_that_failed_no_answer_passes_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = this_node()
+    host._lock, host._scan, host._apps_readable = threading.Lock(), None, True
+    host.devices, host.ghosts, host.problems = holders.Device({}), [], []
+    waiting: list[str] = []
+
+    def apps() -> tuple[list[nvidia_smi.App], list[str]]:
+        waiting.pop()
+        return [], []
+
+    host.session = cast(
+        "nvidia_smi.Session",
+        SimpleNamespace(
+            ask=waiting.append,
+            drop_answers=waiting.clear,
+            apps=apps,
+        ),
+    )
+
+    def scan(*_: object, **__: object) -> holders.Scan:
+        if fails:
+            raise OSError(11, "Resource temporarily unavailable")
+        return holders.Scan(deep=False)
+
+    monkeypatch.setattr(holders, "scan", scan)
+    fails = True
+    with pytest.raises(OSError, match="unavailable"):
+        host.look(0.0)
+    assert waiting == []
+    fails = False
+    assert host.look(0.0).holders == {}
+    assert waiting == []
