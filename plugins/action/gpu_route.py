@@ -55,11 +55,13 @@ class ActionModule(ActionBase):
                 remedy = "name its containers instead, for example -l ct129"
                 return dict(result, failed=True, msg=f"{name}: {reason}; {remedy}")
             return dict(result, **found)
-        # A group for each acting host: the first of its hosts that is still in the play leads. Its
-        # ladder and patience are the others', so only hosts with the same ones are in a group. And
-        # only those that run this very task: nobody is acted for whom a condition leaves out.
+        # A group for each acting host: the first of its hosts leads. Its ladder and patience are
+        # the others', so only hosts with the same ones are in a group. And only those that run this
+        # very task: nobody is acted for whom a condition leaves out.
         alike = [own.get(key) for key in sorted(own) if key.startswith("gpuops_verify_")]
-        same = [self._task._uuid, found["acting"], found["rungs"], alike]
+        # The batch too: of several, each has a leader of its own.
+        batch = task_vars["ansible_play_batch"]
+        same = [self._task._uuid, batch, found["acting"], found["rungs"], alike]
         group = "gpuops_on_" + sha256(json.dumps(same, default=str).encode()).hexdigest()[:12]
         return dict(result, **self.group_by(group, task_vars), **found, group=group)
 

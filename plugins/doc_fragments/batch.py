@@ -31,8 +31,9 @@ options:
         default: 0
       gpus:
         description:
-          - The GPUs to free, by index, UUID or PCI address; empty for all. A process on one of these
-            is signalled even if it is on others too.
+          - The GPUs to free, by index, UUID or PCI address; empty for all. A process that computes on
+            one of these is signalled even if it does on others too; one that has merely opened it is
+            spared.
         type: list
         elements: str
         default: []
@@ -75,7 +76,7 @@ options:
         type: bool
         default: false
       smi_timeout:
-        description: Seconds after which a call of nvidia-smi is abandoned.
+        description: Seconds after which a call of nvidia-smi is abandoned; a day at most.
         type: float
         default: 10.0
   earlier:
