@@ -334,9 +334,7 @@ def main() -> NoReturn:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except OSError as error:
-        culprit = error.filename or (
-            "standard output" if _is_of_echo(error) else "a file or device"
-        )
+        culprit = error.filename or "standard output or a file"
         what = f"{culprit} cannot be used ({error.strerror or error})"
         code = _complain(what, "see whether it is there, and the disk not full", 2)
     except Exception as error:
@@ -353,14 +351,6 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
-
-
-def _is_of_echo(error: OSError) -> bool:
-    """Whether it was raised where click, for us or by itself, writes to standard output."""
-    from traceback import walk_tb
-
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__") == click.echo.__module__
 
 
 def _complain(what: str, remedy: str, code: int) -> int:

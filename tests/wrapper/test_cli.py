@@ -409,7 +409,7 @@ def test_a_standard_output_that_is_full_is_one_line_and_2(
     done = shell(f"gpuops {line} > /dev/full")
     assert done.code == 2
     what, to_do = done.err.splitlines()[-2:]
-    assert what.startswith("gpuops: standard output cannot be ") and "No space left" in what
+    assert what.startswith("gpuops: standard output ") and "No space left" in what
     assert to_do.startswith("        ")
 
 
@@ -457,11 +457,11 @@ def test_a_reader_of_a_file_that_has_left_changes_no_exit_code(call: Call, answe
     assert done.code == 0 and done.err == ""
 
 
-def test_only_what_stdout_did_is_blamed_on_it(call: Call, answers: Any) -> None:
+def test_where_nobody_says_which_file_it_was_either_is_named(call: Call, answers: Any) -> None:
     answers("status", OSError(28, "No space left on device"))
     done = call("status", "-l", "all")
     assert done.code == 2
-    assert done.err.startswith("gpuops: a file or device cannot be used (No space left on device)")
+    assert done.err.startswith("gpuops: standard output or a file cannot be used (No space")
 
 
 @pytest.mark.parametrize("verb", ["status", "reset"])
