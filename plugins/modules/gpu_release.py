@@ -15,9 +15,9 @@ description:
     holders that the rung selects, and polls on the host until the GPUs read zero twice or more
     waiting cannot help.
   - Signals only processes in scope - those of the container, or those that run directly on the node
-    - and never one that O(targets) protects by name, one without proof of ownership, itself, its ancestors or PID 1. A
-    process is signalled through a handle (pidfd), and only if at that moment it is still the process
-    that was seen and still holds a device.
+    - and never one that O(targets) protects by name, one without proof of ownership, itself, its
+    ancestors or PID 1. A process is signalled through a handle (pidfd), and only if at that moment it
+    is still the process that was seen and still holds a device.
   - A target that cannot be read is V(unknown), and nobody is signalled there.
   - The module itself protects nobody by name; the role P(gpuops.gpu.gpu_route#role) hands it a long
     list (C(gpuops_protect)). Who uses the module without the roles names monitors and the driver's
@@ -77,7 +77,10 @@ EXAMPLES = r"""
 - name: End whoever computes in container 129
   gpuops.gpu.gpu_release:
     targets:
-      - {name: ct129, vmid: 129, expected_gpus: 8, protect: [nvidia-persistenced, "dcgm*", nv-hostengine]}
+      - name: ct129
+        vmid: 129
+        expected_gpus: 8
+        protect: [nvidia-persistenced, "dcgm*", nv-hostengine]
     rung: {name: kill, select: workloads, signal: KILL, wait: 30}
   delegate_to: pve1
 """
@@ -104,9 +107,6 @@ hosts:
     refused:
       description: Why nobody was signalled although a plan was given; empty otherwise.
       type: str
-    stuck:
-      description: For each holder that outlived SIGKILL its state, wait channel, stack and mounts.
-      type: dict
     timings:
       description: Seconds from the first signal to the first and the second zero reading.
       type: dict
