@@ -29,8 +29,8 @@ STDOUT = 1
 # Seconds after SIGKILL from which a process that is still there counts as unkillable.
 UNKILLABLE_AFTER = 5.0
 
-# Seconds that the driver is given to free memory that it does not tell: it takes 0.1 of a process,
-# 0.6 of eight (measured with driver 580).
+# Seconds that the driver is given to free memory where its readings cannot tell when it has: it
+# takes 0.1 of a process, 0.6 of eight (measured with driver 580).
 UNSEEN_RELEASE = 1.0
 
 # MiB of a GPU in use that the driver may keep for itself beside what it lists for the processes.
@@ -121,6 +121,17 @@ class Work:
     def all_zero(self) -> bool:
         """Did the last reading show zero everywhere?"""
         return not self.problem() and all(self.target.is_zero(gpu) for gpu in self.wanted())
+
+    def unseen_release(self) -> float:
+        """Seconds for which it must stay at "zero", where that may be the memory of who has ended.
+
+        So it may where the driver tells none, or more than a process has of a GPU that it has
+        merely opened, and the declared baseline covers that.
+        """
+        seen = all(
+            gpu.used_mib is not None and gpu.used_mib <= verdict.OPENED_MIB for gpu in self.wanted()
+        )
+        return 0.0 if seen else UNSEEN_RELEASE
 
     def look(self) -> None:
         """Find the holders; look deeply if those found do not explain the memory in use.
@@ -282,6 +293,8 @@ class Work:
     def climb(self, rung: dict[str, Any], turn: turns.Turn) -> dict[str, Any]:
         """Choose, signal, and wait until clean or until waiting is pointless."""
         result = self.state()
+        if result["verdict"] == verdict.CLEAN and any(each["result"] == "sent" for each in self.earlier):
+            return self.settle(rung)
         if result["verdict"] != verdict.HELD:
             return result
         if self.returned(restarts.MOST):
@@ -297,7 +310,6 @@ class Work:
         if not chosen:
             return result
         watch = restarts.WATCH if any(restarts.supervised(each, chosen) for each in chosen) else 0.0
-        unseen = UNSEEN_RELEASE if self.target.holders_only else 0.0
         end_if_nobody_listens()
         # What was asked before the signal proves nothing.
         self.session.drop_answers()
@@ -305,11 +317,18 @@ class Work:
             self.start_loop()
         grips = self.signal_all(chosen, rung)
         turn.remember(self.actions)
-        self.wait(grips, rung, max(watch, unseen))
+        self.wait(grips, rung, watch)
         judged = self.judge()
         restarting = self.restarting(chosen) if watch and judged.word == verdict.CLEAN else None
         result = dict(self.result(restarting or judged), before=result["gpus"])
         return dict(result, restarting=bool(restarting))
+
+    def settle(self, rung: dict[str, Any]) -> dict[str, Any]:
+        """Watch as after a signal: somebody signalled at an earlier rung has ended only now."""
+        self.session.drop_answers()
+        self.first_signal = time.monotonic()
+        self.wait([], rung, restarts.WATCH)
+        return self.result()
 
     def restarting(self, ended: list[holders.Holder]) -> verdict.Verdict | None:
         """The verdict where one of these is gone, and about to be started again."""
@@ -437,8 +456,7 @@ class Work:
     def wait(self, grips: list[signals.Grip], rung: dict[str, Any], watch: float) -> None:
         """Read until two zeros with everybody gone, or until more waiting cannot help.
 
-        :param watch: seconds for which it must stay so, because somebody may restart what ended, or
-            the driver frees memory that it does not tell.
+        :param watch: seconds for which it must stay so, because somebody may restart what ended.
         """
         began = self.first_signal
         pause = Pause(began)
@@ -466,14 +484,18 @@ class Work:
             if zeros in (1, 2):
                 self.timings["second_zero" if zeros == 2 else "zero"] = elapsed
             if zeros >= 2 and not alive and looked:
-                if self.concerned(self.view) or elapsed >= self.timings["zero"] + watch:
+                if self.concerned(self.view) or elapsed >= self.timings["zero"] + max(
+                    watch, self.unseen_release()
+                ):
                     break
                 looked = False
                 time.sleep(LONGEST_PAUSE)
             killed = rung["signal"] == "KILL"
             stuck = alive if killed and elapsed > UNKILLABLE_AFTER else []
-            # Who was killed is waited for in any case: it ends, or it is unkillable.
-            if stuck or (elapsed > float(rung["wait"]) and not (killed and alive)):
+            # Who was killed is waited for in any case, it ends or is unkillable; and so is the end of
+            # a proof that has begun.
+            due = (killed and alive) or (zeros and not alive)
+            if stuck or (elapsed > float(rung["wait"]) and not due):
                 self.look()
                 self.name_stuck({grip.pid for grip in stuck})
                 break

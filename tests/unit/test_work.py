@@ -54,6 +54,9 @@ class Reader:
         """The driver lists nobody."""
         return [], []
 
+    def drop_answers(self) -> None:
+        """Nothing was asked before."""
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -268,3 +271,20 @@ def test_who_has_the_turn_is_named_where_it_is_waited_for_in_vain(
     assert result["reason"] == (
         f"another run of gpuops is at work on node1 and does not get done{named}"
     )
+
+
+@pytest.mark.parametrize(("outcome", "verdict_of_it"), [("sent", "held"), ("gone", "clean")])
+def test_who_ends_between_two_rungs_is_watched_like_who_ends_during_one(
+    machine: Machine, outcome: str, verdict_of_it: str
+) -> None:
+    readings = []
+
+    def meanwhile() -> None:
+        readings.append(time.monotonic())
+        if len(readings) == 4:
+            machine.comes()
+
+    part = machine.work(Reader(meanwhile=meanwhile))
+    part.earlier = [{"result": outcome, "node_pid": 499, "name": "python3", "command": "x", "at": 1}]
+    rung = {"name": "kill", "select": "escaped", "signal": "KILL", "wait": 5}
+    assert part.release(rung)["verdict"] == verdict_of_it
