@@ -235,7 +235,7 @@ class Work:
     def record(self) -> dict[str, Any]:
         """What has been done so far, which no result may leave out."""
         done = list(self.actions)
-        return {"actions": done, "changed": any(each["result"] == "sent" for each in done)}
+        return {"actions": done, "changed": anybody_signalled(done)}
 
     def result(self, judged: verdict.Verdict | None = None) -> dict[str, Any]:
         """Everything about this target as plain data."""
@@ -293,7 +293,7 @@ class Work:
     def climb(self, rung: dict[str, Any], turn: turns.Turn) -> dict[str, Any]:
         """Choose, signal, and wait until clean or until waiting is pointless."""
         result = self.state()
-        if result["verdict"] == verdict.CLEAN and any(each["result"] == "sent" for each in self.earlier):
+        if result["verdict"] == verdict.CLEAN and anybody_signalled(self.earlier):
             return self.settle(rung)
         if result["verdict"] != verdict.HELD:
             return result
@@ -492,8 +492,8 @@ class Work:
                 time.sleep(LONGEST_PAUSE)
             killed = rung["signal"] == "KILL"
             stuck = alive if killed and elapsed > UNKILLABLE_AFTER else []
-            # Who was killed is waited for in any case, it ends or is unkillable; and so is the end of
-            # a proof that has begun.
+            # Who was killed is waited for in any case: it ends, or it is unkillable. So is
+            # the end of a proof that has begun.
             due = (killed and alive) or (zeros and not alive)
             if stuck or (elapsed > float(rung["wait"]) and not due):
                 self.look()
@@ -568,6 +568,11 @@ def action(holder: holders.Holder, rung: dict[str, Any], outcome: str) -> dict[s
         result=outcome,
         at=holders.ticks_since_boot(),
     )
+
+
+def anybody_signalled(actions: list[dict[str, Any]]) -> bool:
+    """Is there a signal among these that was really sent?"""
+    return any(each["result"] == "sent" for each in actions)
 
 
 def end_if_nobody_listens() -> None:

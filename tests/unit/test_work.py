@@ -285,6 +285,7 @@ def test_who_ends_between_two_rungs_is_watched_like_who_ends_during_one(
             machine.comes()
 
     part = machine.work(Reader(meanwhile=meanwhile))
-    part.earlier = [{"result": outcome, "node_pid": 499, "name": "python3", "command": "x", "at": 1}]
+    ended = {"result": outcome, "node_pid": 499, "name": "python3", "command": "x", "at": 1}
+    part.earlier = [ended]
     rung = {"name": "kill", "select": "escaped", "signal": "KILL", "wait": 5}
     assert part.release(rung)["verdict"] == verdict_of_it
