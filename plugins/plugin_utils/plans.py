@@ -38,7 +38,9 @@ def read(path: Path, name: str) -> list[dict[str, Any]]:
         hosts, kept = plan["hosts"], plan["digest"]
         altered = kept != digest(hosts)
     except OSError as error:
-        raise RouteError(f"the plan {path} cannot be read ({error.strerror})") from error
+        raise RouteError(
+            f"the plan {path} cannot be read ({error.strerror}); make one with plan_gpus.yml"
+        ) from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RouteError(f"{path} is no plan; make one with plan_gpus.yml") from error
     if altered:

@@ -66,7 +66,8 @@ def route(
     :raises RouteError: the variables contradict each other or name what is not there.
     """
     check_names(variables)
-    vmid = whole(variables, "proxmox_vmid", 0)
+    # An inventory that composes it leaves it empty for machines that are no containers.
+    vmid = 0 if variables.get("proxmox_vmid") == "" else whole(variables, "proxmox_vmid", 0)
     target = {
         "name": name,
         "vmid": vmid,
@@ -76,8 +77,7 @@ def route(
         "protect": [
             name
             for key in ("gpuops_protect", "gpuops_protect_more")
-            for name in words(variables, key)
-            if name
+            for name in named(variables, key)
         ],
         "scope": scope(variables, vmid),
         "mps": choice(variables, "gpuops_mps", ("keep", "quit")),
@@ -177,16 +177,17 @@ def scope(variables: Mapping[str, Any], vmid: int) -> str:
 
     :raises RouteError: it is none of the scopes, or not one of this kind of host.
     """
-    value = str(variables.get("gpuops_scope") or ("container" if vmid else "node"))
+    own = "container" if vmid else "node"
+    value = str(own if variables.get("gpuops_scope") is None else variables["gpuops_scope"])
     kind, colon, name = value.partition(":")
-    known = {"everything": False, "container" if vmid else "node": False}
+    known = {"everything": "", own: ""}
     if not vmid:
         # In a container all belong to the container; jobs and users can be told apart on a node.
-        known.update(job=True, user=True)
-    numbered = kind != "job" or name.isdigit()
-    if known.get(kind) is not bool(name) or (colon and not name) or not numbered:
-        choices = ", ".join(f"{word}:NAME" if named else word for word, named in known.items())
-        raise RouteError(f"gpuops_scope is '{value}'; write one of {choices}")
+        known.update(job=":NUMBER", user=":NAME")
+    sound = kind in known and bool(known[kind]) is bool(name) is bool(colon)
+    if not sound or (kind == "job" and not name.isdigit()):
+        choices = ", ".join(word + what for word, what in known.items())
+        raise RouteError(f"gpuops_scope is '{value}'; write one of {choices}, or leave it out")
     return value
 
 
@@ -236,6 +237,10 @@ def rungs(variables: Mapping[str, Any]) -> list[Any]:
         choices = ", ".join(str(name) for name in profiles)
         raise RouteError(f"gpuops_profile is '{profile}'; write one of {choices}")
     known = [str(rung["name"]) for rung in ladder]
+    twice = [name for name in known if known.count(name) > 1]
+    if twice or not known:
+        wrong = f"has two rungs called '{twice[0]}'" if twice else "has no rung"
+        raise RouteError(f"gpuops_ladder {wrong}; write one of each name, or leave it out")
     wanted = named(variables, "gpuops_rungs") or words(profiles, profile)
     for name in wanted:
         if name not in known:
@@ -258,23 +263,22 @@ def check_verify(variables: Mapping[str, Any]) -> None:
 
     :raises RouteError: one of them cannot be.
     """
-    retries = variables.get("gpuops_verify_retries", 1)
-    if str(retries) == "0" or str(retries).startswith("-"):
-        raise RouteError(f"gpuops_verify_retries is {retries}; write 1 or more")
-    whole(variables, "gpuops_verify_retries", 1)
+    whole(variables, "gpuops_verify_retries", 1, least=1)
     for key in ("gpuops_verify_delay", "gpuops_verify_fresh"):
         if variables.get(key) not in (0, "0", 0.0):
             seconds(variables, key, 1.0)
 
 
-def whole(variables: Mapping[str, Any], key: str, default: int) -> int:
-    """A variable that must be a whole number of zero or more."""
+def whole(variables: Mapping[str, Any], key: str, default: int, least: int = 0) -> int:
+    """A variable that must be a whole number, and not below the least."""
     value = variables.get(key)
-    if value in (None, ""):
+    if value is None:
         return default
     text = "" if isinstance(value, bool) or len(str(value)) > 18 else str(value)
-    if not text.isascii() or not text.isdigit():
-        raise RouteError(f"{key} is '{str(value)[:40]}'; write a whole number of zero or more")
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise RouteError(
+            f"{key} is '{str(value)[:40]}'; write a whole number of {least or 'zero'} or more"
+        )
     return int(text)
 
 
@@ -298,10 +302,10 @@ def seconds(variables: Mapping[str, Any], key: str, default: float, words: str =
 
 
 def named(variables: Mapping[str, Any], key: str) -> list[str]:
-    """A variable that narrows a run to what it names. An empty list is none; an empty word is not.
+    """A variable that holds a run back by what it names. An empty list is none; an empty word not.
 
     :raises RouteError: what should have been named is missing, as after ``-e key=$UNSET``; taken
-        for none it would widen the run.
+        for none it would widen the run, or protect nobody.
     """
     found = words(variables, key)
     if "" in found or (not found and not isinstance(variables.get(key, []), (list, tuple))):

@@ -121,17 +121,30 @@ def test_lists(value: Any, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", " , ", [""], ["3", " "]])
-@pytest.mark.parametrize("key", ["gpuops_gpus", "gpuops_rungs", "gpuops_plan"])
-def test_what_narrows_a_run_and_names_nothing_is_no_licence_to_widen_it(
+@pytest.mark.parametrize("key", ["gpuops_gpus", "gpuops_protect", "gpuops_protect_more"])
+def test_what_holds_a_run_back_and_names_nothing_is_no_licence_to_widen_it(
     key: str, value: Any
 ) -> None:
+    with pytest.raises(routes.RouteError, match=f"{key} is given and names nothing"):
+        route("node1", **{key: value})
+
+
+@pytest.mark.parametrize("value", [None, "", " , ", [""], ["3", " "]])
+@pytest.mark.parametrize("key", ["gpuops_rungs", "gpuops_plan"])
+def test_nor_is_what_names_the_rungs_or_the_plan(key: str, value: Any) -> None:
     with pytest.raises(routes.RouteError, match=f"{key} is given and names nothing"):
         routes.named({key: value}, key)
 
 
-def test_a_name_that_is_empty_protects_nobody_less() -> None:
-    found = route("node1", gpuops_protect=["sshd", ""], gpuops_protect_more=["", " x "])
-    assert found["target"]["protect"] == ["sshd", "x"]
+@pytest.mark.parametrize("key", ["gpuops_scope", "gpuops_expected_gpus", "gpuops_verify_retries"])
+def test_an_empty_word_is_not_the_same_as_none(key: str) -> None:
+    with pytest.raises(routes.RouteError, match=f"{key} is ''; write"):
+        route("node1", **{key: ""})
+
+
+def test_who_wants_nobody_protected_says_so_with_a_list() -> None:
+    found = route("node1", gpuops_protect=[], gpuops_protect_more=[" x "])
+    assert found["target"]["protect"] == ["x"]
 
 
 WHOLE = "write a whole number of zero or more"
@@ -173,8 +186,8 @@ UNSOUND = [
     ({"gpuops_gpus": 1.5}, "gpuops_gpus is '1.5'", "write a list"),
     ({"gpuops_protect": {"sshd"}}, "gpuops_protect is", "write a list"),
     ({"gpuops_protect_more": {"a": 1}}, "gpuops_protect_more is", "write a list"),
-    ({"gpuops_verify_retries": 0}, "gpuops_verify_retries is 0", "write 1 or more"),
-    ({"gpuops_verify_retries": "x"}, "gpuops_verify_retries is 'x'", WHOLE),
+    ({"gpuops_verify_retries": 0}, "gpuops_verify_retries is '0'", "whole number of 1 or more"),
+    ({"gpuops_verify_retries": "x"}, "gpuops_verify_retries is 'x'", "whole number of 1 or more"),
     ({"gpuops_verify_delay": -1}, "gpuops_verify_delay is '-1'", SECONDS),
 ]
 
@@ -219,6 +232,8 @@ def test_rungs_in_the_order_of_the_ladder(different: dict[str, Any], names: list
         ({"gpuops_rungs": "kil"}, "there is no rung 'kil'; write some of terminate, kill, fuser"),
         ({"gpuops_rungs": ["kill", "reset"]}, "there is no rung 'reset'"),
         ({"gpuops_profiles": {"gentle": ["nuke"]}}, "there is no rung 'nuke'"),
+        ({"gpuops_ladder": []}, "gpuops_ladder has no rung; write one of each name"),
+        ({"gpuops_ladder": [{"name": "kill"}] * 2}, "gpuops_ladder has two rungs called 'kill'"),
     ],
 )
 def test_rungs_that_do_not_exist_are_refused(different: dict[str, Any], message: str) -> None:
