@@ -69,6 +69,11 @@ notes:
     hosts it leaves out. What it returns has then also, for each host, rung, earlier (the actions of the
     steps before) and proved_at, and for all of them ended_at (seconds since 1970, by the controller's
     clock).
+  - The action plugin also knows O(ignore:take), the outcome of such a batch instead of O(targets), and
+    returns what it says of the host itself over all rungs - one entry of RV(hosts), with record (a
+    sentence for each of its actions), rungs (those on which somebody was to be signalled, each with
+    name, verdict, signalled (how many) and timings), proved (whether the batch ended with all its hosts
+    clean) and age (how old the oldest of their proofs was at the end of the batch, in seconds).
 seealso:
   - module: gpuops.gpu.gpu_state
 """
