@@ -9,6 +9,8 @@ line, and the package gpuops makes the same of it, in every format.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -36,6 +38,10 @@ LONGEST_RUN = 120  # seconds
 OURS = re.compile(r"-IS -|gpuops-ready|nvidia-smi|lxc-attach|\bpct exec|ActiveState")
 # How somebody watches the GPUs.
 WATCH = ("/usr/bin/nvidia-smi", "--query-gpu=memory.used", "--format=csv", "-lms", "200")
+# What a server does first, before it has chosen a GPU.
+BEGINNING = "import os, time; os.open('/dev/nvidiactl', os.O_PATH); time.sleep(86400)"
+OPENS_NO_GPU = ("/usr/bin/python3", "python3", "-c", BEGINNING)
+EVERYBODY = ("", "all", "gpu_nodes")
 LONGEST_STAY = 5  # seconds that something of ours may stay; who waits for nvidia-smi stays for ten
 LONGEST_SILENCE = 10  # seconds from SIGKILL until who outlives it is reported
 LADDER = ("mps", "terminate", "kill", "targeted", "fuser", "host")
@@ -62,6 +68,14 @@ class Process:
     def alive(self) -> bool:
         """Is it there and no zombie?"""
         return is_there(self.pid, self.start) and linux.process_state(self.pid) != "Z"
+
+    def end(self) -> None:
+        """Take it away, if it is still the same."""
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(self.pid)
+            if self.alive:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
 
 
 @dataclass
@@ -183,6 +197,7 @@ class World:
             for name in self.machines():
                 self.log_sessions(name)
         self.place_bystanders()
+        self.place_beginner(scenario)
         self.place_neighbour(scenario)
 
     def down(self) -> None:
@@ -311,13 +326,24 @@ class World:
             time.sleep(0.005)
         raise AssertionError(f"{argv[0]} did not start on {name}")
 
+    def place_beginner(self, scenario: Scenario) -> None:
+        """A server next door that every look finds and no name protects: it has no GPU yet."""
+        everybody = limit_of(scenario.typed) in EVERYBODY
+        for host in self.lab.plan().hosts:
+            for other in host.containers[1:2]:
+                what = f"a server that begins in {other.name}"
+                if not everybody and other.name not in scenario.then.verdict:
+                    self.keep(what, functools.partial(self.start, other.name, *OPENS_NO_GPU))
+                elif what in self.bystanders:
+                    self.bystanders.pop(what).end()
+
     def place_neighbour(self, scenario: Scenario) -> None:
         """A workload on GPUs that the command is not about: on node1, or else in ct130."""
         limit = limit_of(scenario.typed)
         homes = [name for name in ("node1", "ct130") if name in self.machines()]
         touched = {"node1"} if "node1" in limit else set()
         touched |= {"ct130"} if re.search(r"ct|pve|inside|proxmox", limit) else set()
-        if limit in ("", "all", "gpu_nodes"):
+        if limit in EVERYBODY:
             touched = {"node1", "ct130"}
         home = next((name for name in homes if name not in touched), None)
         if self.neighbour and (self.neighbour["host"] != home or not self.alive(self.neighbour)):
