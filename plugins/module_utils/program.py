@@ -197,7 +197,7 @@ def _serve(
 
 def _result(part: work.Work, request: dict[str, Any]) -> dict[str, Any]:
     if request["verb"] == "state":
-        return part.state()
+        return part.verify()
     if request["check"]:
         return part.plan(request["rung"])
     return part.release(request["rung"])

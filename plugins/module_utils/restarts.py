@@ -73,6 +73,19 @@ def is_same(holder: holders.Holder, ended: dict[str, Any]) -> bool:
     return ended.get("ppid") == holder.ppid and starter(holder) is not None
 
 
+def remembered(ended: dict[str, Any]) -> holders.Holder:
+    """Whom an action of this run was about, as far as that tells who may start it again."""
+    holder = holders.Holder(ended["node_pid"])
+    holder.ns_pid, holder.ppid, holder.start = ended["pid"], ended["ppid"], ended["start"]
+    holder.name, holder.command = ended["name"], ended["command"]
+    proof = ended["owner_evidence"]
+    holder.owner = owners.Owner("host", "", proof)
+    if proof.startswith("cgroup "):
+        holder.cgroup = "0::%s\n" % proof[len("cgroup ") :]
+        holder.owner = owners.owner_from_cgroup(holder.cgroup) or holder.owner
+    return holder
+
+
 def supervised(holder: holders.Holder, chosen: list[holders.Holder]) -> bool:
     """May somebody restart it: a service manager, a container runtime, a parent that lives on?"""
     nearest = _nearest(holder)
@@ -81,7 +94,8 @@ def supervised(holder: holders.Holder, chosen: list[holders.Holder]) -> bool:
     if holder.ppid in {each.pid for each in chosen}:
         return False
     parent = living_parent(holder)
-    if parent is not None and parent.name == "systemd" and nearest.kind in UNITS:
+    # One whose parent has ended since it was seen may have been all that its unit ran.
+    if nearest.kind in UNITS and (parent is None or parent.name == "systemd"):
         return True
     return starter(holder) is not None
 

@@ -293,10 +293,8 @@ class Work:
     def climb(self, rung: dict[str, Any], turn: turns.Turn) -> dict[str, Any]:
         """Choose, signal, and wait until clean or until waiting is pointless."""
         result = self.state()
-        if result["verdict"] == verdict.CLEAN and anybody_signalled(self.earlier):
-            return self.settle(rung)
         if result["verdict"] != verdict.HELD:
-            return result
+            return self.settle(result, float(rung["wait"]))
         if self.returned(restarts.MOST):
             return dict(result, settled=True)
         strangers = self.strangers(self.view)
@@ -309,7 +307,7 @@ class Work:
         ]
         if not chosen:
             return result
-        watch = restarts.WATCH if any(restarts.supervised(each, chosen) for each in chosen) else 0.0
+        supervised = self.supervised(chosen)
         end_if_nobody_listens()
         # What was asked before the signal proves nothing.
         self.session.drop_answers()
@@ -317,26 +315,46 @@ class Work:
             self.start_loop()
         grips = self.signal_all(chosen, rung)
         turn.remember(self.actions)
-        self.wait(grips, rung, watch)
-        judged = self.judge()
-        restarting = self.restarting(chosen) if watch and judged.word == verdict.CLEAN else None
-        result = dict(self.result(restarting or judged), before=result["gpus"])
-        return dict(result, restarting=bool(restarting))
+        self.wait(grips, rung, supervised)
+        return dict(self.outcome(supervised), before=result["gpus"])
 
-    def settle(self, rung: dict[str, Any]) -> dict[str, Any]:
-        """Watch as after a signal: somebody signalled at an earlier rung has ended only now."""
+    def verify(self) -> dict[str, Any]:
+        """The state; clean only if who was signalled before, and has ended since, stays away."""
+        return self.settle(self.state(), 0.0)
+
+    def settle(self, result: dict[str, Any], patience: float) -> dict[str, Any]:
+        """Watch as after a signal: somebody signalled at an earlier rung may have ended since.
+
+        :param result: what :meth:`state` found.
+        """
+        if result["verdict"] != verdict.CLEAN or not anybody_signalled(self.earlier):
+            return result
         self.session.drop_answers()
         self.first_signal = time.monotonic()
-        self.wait([], rung, restarts.WATCH)
-        return self.result()
+        supervised = self.supervised([])
+        self.wait([], {"signal": "", "wait": patience}, supervised)
+        self.timings = {}  # They are about signals, and there was none.
+        return self.outcome(supervised)
 
-    def restarting(self, ended: list[holders.Holder]) -> verdict.Verdict | None:
-        """The verdict where one of these is gone, and about to be started again."""
-        found = restarts.pending(ended)
+    def supervised(self, chosen: list[holders.Holder]) -> list[holders.Holder]:
+        """Those of these, and of whom an earlier rung has signalled, that somebody may restart.
+
+        Nobody has asked about the latter while another still held on.
+        """
+        ended = chosen + [
+            restarts.remembered(each) for each in self.earlier if each["result"] == "sent"
+        ]
+        return [each for each in ended if restarts.supervised(each, ended)]
+
+    def outcome(self, supervised: list[holders.Holder]) -> dict[str, Any]:
+        """The result; not clean where one of these is gone, and about to be started again."""
+        judged = self.judge()
+        found = restarts.pending(supervised) if judged.word == verdict.CLEAN else None
         if found is None:
-            return None
+            return self.result(judged)
         holder, by = found
-        return verdict.restarting(holder, by, restarts.supervisor(holder)[1])
+        judged = verdict.restarting(holder, by, restarts.supervisor(holder)[1])
+        return dict(self.result(judged), restarting=True)
 
     def plan(self, rung: dict[str, Any]) -> dict[str, Any]:
         """Whom this rung would signal, if those that the rungs before would have ended are gone."""
@@ -453,11 +471,14 @@ class Work:
             self.actions.append(action(holder, rung, result))
         return grips
 
-    def wait(self, grips: list[signals.Grip], rung: dict[str, Any], watch: float) -> None:
+    def wait(
+        self, grips: list[signals.Grip], rung: dict[str, Any], supervised: list[holders.Holder]
+    ) -> None:
         """Read until two zeros with everybody gone, or until more waiting cannot help.
 
-        :param watch: seconds for which it must stay so, because somebody may restart what ended.
+        :param supervised: those that somebody may restart; where there are any it must stay so.
         """
+        watch = restarts.WATCH if supervised else 0.0
         began = self.first_signal
         pause = Pause(began)
         zeros = 0

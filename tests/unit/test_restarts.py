@@ -170,6 +170,36 @@ def test_who_may_be_started_again(
     assert restarts.supervised(in_group(cgroup, above), []) is expected
 
 
+@pytest.mark.parametrize(("cgroup", "expected"), [(VLLM, True), ("/lxc/129/ns", False)])
+def test_of_a_unit_nothing_may_be_left_when_it_is_asked_about(
+    monkeypatch: pytest.MonkeyPatch, cgroup: str, expected: bool
+) -> None:
+    monkeypatch.setattr(restarts, "living_parent", lambda holder: None)
+    assert restarts.supervised(in_group(cgroup), []) is expected
+
+
+@pytest.mark.parametrize(
+    "cgroup",
+    [
+        VLLM,
+        f"/lxc/131/ns{VLLM}",
+        f"/lxc/129/ns/libpod_parent/libpod-{H}",
+        "/user.slice/user-1000.slice/user@1000.service/app.slice/vllm.service",
+        "/",
+    ],
+)
+def test_whom_an_earlier_rung_has_signalled_is_asked_about_like_whom_this_one_has(
+    cgroup: str,
+) -> None:
+    ended = in_group(cgroup)
+    found = restarts.remembered(dict(ended.as_dict(), result="sent", at=950))
+    assert restarts._question(found) == restarts._question(ended)
+    assert (found.pid, found.name, str(found.owner)) == (ended.pid, ended.name, str(ended.owner))
+    escaped = in_group(VLLM)
+    escaped.owner = owners.Owner("lxc", "131", "PID namespace 7", by_namespace=True)
+    assert restarts._question(restarts.remembered(escaped.as_dict())) == []
+
+
 def test_who_is_to_be_ended_too_restarts_nothing(
     parent: Callable[[str, int], holders.Holder],
 ) -> None:

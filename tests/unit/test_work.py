@@ -273,9 +273,19 @@ def test_who_has_the_turn_is_named_where_it_is_waited_for_in_vain(
     )
 
 
+KILL = {"name": "kill", "select": "escaped", "signal": "KILL", "wait": 5}
+
+
+def signalled(outcome: str = "sent", proof: str = "PID namespace 7") -> dict[str, Any]:
+    """What an earlier rung has done to one that is gone."""
+    who = {"node_pid": 499, "pid": 9, "ppid": 0, "start": 1, "name": "python3", "command": "x"}
+    return {**who, "owner_evidence": proof, "result": outcome, "at": 2}
+
+
+@pytest.mark.parametrize("verb", ["release", "verify"])
 @pytest.mark.parametrize(("outcome", "verdict_of_it"), [("sent", "held"), ("gone", "clean")])
-def test_who_ends_between_two_rungs_is_watched_like_who_ends_during_one(
-    machine: Machine, outcome: str, verdict_of_it: str
+def test_who_ends_after_a_rung_is_watched_like_who_ends_during_one(
+    machine: Machine, outcome: str, verdict_of_it: str, verb: str
 ) -> None:
     readings = []
 
@@ -285,7 +295,19 @@ def test_who_ends_between_two_rungs_is_watched_like_who_ends_during_one(
             machine.comes()
 
     part = machine.work(Reader(meanwhile=meanwhile))
-    ended = {"result": outcome, "node_pid": 499, "name": "python3", "command": "x", "at": 1}
-    part.earlier = [ended]
-    rung = {"name": "kill", "select": "escaped", "signal": "KILL", "wait": 5}
-    assert part.release(rung)["verdict"] == verdict_of_it
+    part.earlier = [signalled(outcome, "cgroup /system.slice/vllm.service")]
+    result = part.release(KILL) if verb == "release" else part.verify()
+    assert result["verdict"] == verdict_of_it
+
+
+@pytest.mark.parametrize("verb", ["release", "verify"])
+def test_what_the_baseline_covers_is_waited_for_after_a_rung_too(
+    machine: Machine, verb: str
+) -> None:
+    reader = Reader("500")
+    part = machine.work(reader, baseline_mib=616)
+    part.earlier = [signalled()]
+    began = time.monotonic()
+    result = part.release(KILL) if verb == "release" else part.verify()
+    assert result["verdict"] == "clean"
+    assert time.monotonic() - began >= work.UNSEEN_RELEASE
