@@ -28,6 +28,9 @@ OPENED_MIB = 64
 # Why a run that is about some GPUs spares a holder of others.
 LEFT_OUT = "left out by gpuops_gpus"
 
+# Why a run over a container spares what serves a holder of the machine's other GPUs.
+NOT_THERE = "on GPUs that the container does not have"
+
 # Why a process on the protect list is spared.
 PROTECTED_BY_NAME = "protected by name"
 
@@ -228,18 +231,19 @@ class View:
             self.mine.remove(holder)
             self.spared.append((holder, "%s: %s" % (LEFT_OUT, why)))
 
-    def keep_shared_mps(self) -> None:
-        """Protect an MPS that serves somebody who is not to be touched: with it goes their work."""
+    def keep_shared_mps(self, left: list[holders.Holder], why_left: str) -> None:
+        """Protect an MPS that serves somebody who is not to be touched: with it goes their work.
+
+        :param left: of mine, those that the run is not about, for this reason.
+        """
+        served = [each for each in self.spared if each[0].pid not in self.protected]
+        served += [(holder, why_left) for holder in left if not holder.is_mps]
         for service in [holder for holder in self.mine if holder.is_mps]:
-            others = [
-                holder
-                for holder, _ in self.spared
-                if holder.pid not in self.protected and holder.gpus & service.gpus
-            ]
+            others = [each for each in served if each[0].gpus & service.gpus]
             if others:
                 self.mine.remove(service)
                 self.protected.add(service.pid)
-                why = "protected: it may serve %s, which is spared" % short(others[0])
+                why = "protected: it may serve %s, %s" % (short(others[0][0]), others[0][1])
                 self.spared.append((service, why))
 
 
@@ -446,7 +450,7 @@ def way_out(target: Target, holder: holders.Holder, why: str) -> str:
     if why.startswith(PROTECTED_BY_NAME):
         name = holder.name or "it"
         return "stop %s, or take its name off gpuops_protect or gpuops_protect_more" % name
-    if why.startswith(LEFT_OUT):
+    if LEFT_OUT in why:
         return (
             "name its other GPUs in gpuops_gpus too, or set gpuops_baseline_mib "
             "where what it has merely opened may stay"

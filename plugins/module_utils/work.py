@@ -153,7 +153,10 @@ class Work:
         if self.target.gpus:
             view.limit({gpu.minor for gpu in self.wanted()})
         if self.target.quits_mps:
-            view.keep_shared_mps()
+            concerned = self.concerned(view)
+            left = [holder for holder in view.mine if holder not in concerned]
+            why = verdict.LEFT_OUT if self.target.gpus else verdict.NOT_THERE
+            view.keep_shared_mps(left, why)
         return view
 
     def _unexplained(self) -> bool:

@@ -409,16 +409,23 @@ def test_who_has_merely_opened_a_gpu_blocks_it_by_its_few_mib_only(of: str) -> N
 
 def test_an_mps_that_serves_strangers_is_kept() -> None:
     service = workload(7, 0, name="nvidia-cuda-mps-server")
-    for foreign, protected, kept in (
-        ([], [], False),
-        ([workload(9, 0)], [], True),
-        ([workload(9, 1)], [], False),
-        ([], [monitor(9, 0)], False),
+    for foreign, protected, left, kept in (
+        ([], [], [], False),
+        ([workload(9, 0)], [], [], True),
+        ([workload(9, 1)], [], [], False),
+        ([], [monitor(9, 0)], [], False),
+        # Of mine, but on a GPU that the run is not about.
+        ([], [], [workload(9, 0)], True),
+        ([], [], [workload(9, 1)], False),
+        ([], [], [workload(9, 0, name="nvidia-cuda-mps-server")], False),
     ):
         view = Case([], mine=[service], foreign=foreign, protected=protected).view()
-        view.keep_shared_mps()
+        view.keep_shared_mps(left, verdict.LEFT_OUT)
         assert (service not in view.mine) is kept
         assert (service.pid in view.protected) is kept
+        if left and kept:
+            way = verdict.way_out(verdict.Target({"name": "n", "mps": "quit"}), *view.spared[-1])
+            assert "name its other GPUs in gpuops_gpus too" in way
 
 
 @pytest.mark.parametrize(("used", "word"), [(0, "clean"), (4, "blocked"), (None, "blocked")])
