@@ -235,6 +235,17 @@ class Work:
             holder for holder in self.view.mine if restarts.times(holder, self.earlier) >= times
         ]
 
+    def may_free_itself(self, judged: verdict.Verdict) -> bool:
+        """May it become clean without our doing: the driver is releasing, or a server ending?
+
+        From inside a container what the driver still has of whom we have ended looks like memory of
+        somebody in another.
+        """
+        if judged.word == verdict.BLOCKED and self.target.inside:
+            seen = [self.view.in_the_way(gpu, self.target.is_zero(gpu)) for gpu in self.wanted()]
+            return not any(seen) and anybody_signalled(self.earlier + self.actions)
+        return judged.word == verdict.HELD and not self.returned(1)
+
     def record(self) -> dict[str, Any]:
         """What has been done so far, which no result may leave out."""
         done = list(self.actions)
@@ -255,7 +266,7 @@ class Work:
             stuck={str(pid): why for pid, why in self.view.stuck.items()},
             **self.record(),
             settled=judged.word != verdict.HELD or not self.concerned(self.view),
-            waiting=judged.word == verdict.HELD and not self.returned(1),
+            waiting=self.may_free_itself(judged),
             readings=len(self.readings),
             timings=self.timings,
             problems=self.node.problems,

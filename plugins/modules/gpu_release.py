@@ -120,7 +120,7 @@ settled:
   returned: when the host it acts on answered
   type: bool
 waiting:
-  description: True if any target is held but may become clean by itself.
+  description: True if any target is not clean but may become so by itself.
   returned: when the host it acts on answered
   type: bool
 seconds:

@@ -96,7 +96,7 @@ hosts:
       description: True if a further rung of the ladder has nothing to do here.
       type: bool
     waiting:
-      description: True if it is held but may become clean by itself.
+      description: True if it is not clean but may become so by itself.
       type: bool
     restarting:
       description: True if it is clean, but what was ended is about to be started again.
@@ -135,7 +135,7 @@ settled:
   returned: when the host it acts on answered
   type: bool
 waiting:
-  description: True if any target is held but may become clean by itself.
+  description: True if any target is not clean but may become so by itself.
   returned: when the host it acts on answered
   type: bool
 seconds:

@@ -311,3 +311,14 @@ def test_what_the_baseline_covers_is_waited_for_after_a_rung_too(
     result = part.release(KILL) if verb == "release" else part.verify()
     assert result["verdict"] == "clean"
     assert time.monotonic() - began >= work.UNSEEN_RELEASE
+
+
+@pytest.mark.parametrize(("outcome", "waiting"), [("sent", True), ("gone", False)])
+def test_from_inside_memory_may_be_that_of_whom_we_have_ended(
+    machine: Machine, outcome: str, waiting: bool
+) -> None:
+    machine.node.in_container = True
+    part = machine.work(Reader("500"))
+    part.earlier = [signalled(outcome)]
+    result = part.verify()
+    assert (result["verdict"], result["waiting"]) == ("blocked", waiting)
