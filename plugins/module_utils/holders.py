@@ -579,6 +579,13 @@ def _live_tasks(name: str) -> list[str]:
     return sorted(tasks, key=lambda task: task != name)
 
 
+def children(pid: int) -> list[int]:
+    """The living children of a process; none where the kernel does not tell."""
+    tasks = _live_tasks(str(pid))
+    lists = [_read(pid, "task/%s/children" % task) for task in tasks]
+    return [int(child) for child in " ".join(lists).split()]
+
+
 def stat_fields(pid: int) -> list[str] | None:
     """``/proc/PID/stat`` from the state on, or ``None`` if the process is gone.
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import commands, holders, owners, verdict
@@ -28,7 +29,7 @@ ASK_TIMEOUT = 2.0
 ADOPTERS = ("init", "tini", "dumb-init", "docker-init", "catatonit", "pause", "systemd")
 
 UNITS = ("unit", "user unit")
-UNIT_STATE = "ActiveState,SubState,Restart"
+UNIT_STATE = "ActiveState,SubState,Restart,ExecMainStartTimestampMonotonic"
 # The kernel's overflow group: whoever asks in a user's name needs none.
 NO_GROUP = "65534"
 
@@ -114,7 +115,7 @@ def supervisor(holder: holders.Holder) -> tuple[str, str]:
         return "Kubernetes, pod %s" % pod, advice
     parent = starter(holder)
     if parent is not None:
-        by = "%s (%s): %s" % (parent.name, verdict.pids(parent), parent.command[:100])
+        by = "%s: %s" % (_named(parent), parent.command[:100])
         # PID 1 cannot be stopped without its container.
         return by, "have it stop that first" if parent.ns_pid == 1 else "stop that first"
     if nearest.kind == "unit":
@@ -126,25 +127,46 @@ def supervisor(holder: holders.Holder) -> tuple[str, str]:
     return "a supervisor that is not its parent", "find and stop that first"
 
 
-def pending(ended: list[holders.Holder]) -> tuple[holders.Holder, str] | None:
-    """One of these ended holders that something is about to start again, and what does, in words.
+def pending(ended: list[holders.Holder], since: int) -> tuple[holders.Holder, str] | None:
+    """One of these ended holders that something starts again, and what does, in words.
 
     A service manager may wait longer before it does (``RestartSec=``) or prepare longer
-    (``ExecStartPre=``) than anybody watches. systemd, a user's own too, is asked about its units,
-    docker and podman about their containers, of this node and in its LXC containers; of what has
-    not answered within ``ASK_TIMEOUT``, all of them together, nothing is known. Never raises.
+    (``ExecStartPre=``) than anybody watches; and a server that runs again takes a while until it
+    opens a GPU. systemd, a user's own too, is asked about its units, docker and podman about their
+    containers, of this node and in its LXC containers; of what has not answered within
+    ``ASK_TIMEOUT``, all of them together, nothing is known.
+
+    :param since: when the first of them was signalled, in clock ticks since boot.
     """
     until = time.monotonic() + ASK_TIMEOUT
-    asked = set()
+    answers: dict[tuple[str, ...], str] = {}
     for holder in ended:
         question = tuple(_question(holder))
         left = until - time.monotonic()
-        if question and question not in asked and left > 0:
-            asked.add(question)
-            by = _who_restarts(_nearest(holder), commands.answer_of(list(question), left))
-            if by:
-                return holder, by
+        if question and question not in answers and left > 0:
+            answers[question] = commands.answer_of(list(question), left)
+        by = _who_restarts(holder, answers.get(question, ""), since)
+        by = by or _started_by_parent(holder, since)
+        if by:
+            return holder, by
     return None
+
+
+def _started_by_parent(holder: holders.Holder, since: int) -> str:
+    """The living parent that has a new child of this one's name since then, in words, or ``""``."""
+    parent = starter(holder)
+    if parent is not None:
+        for pid in holders.children(parent.pid):
+            child = holders.Holder(pid)
+            if not holders.describe(child) or child.state == "Z" or pid == holder.pid:
+                continue
+            if child.name == holder.name and child.start >= since:
+                return "%s has started %s" % (_named(parent), _named(child))
+    return ""
+
+
+def _named(one: holders.Holder) -> str:
+    return "%s (%s)" % (one.name, verdict.pids(one))
 
 
 def _question(holder: holders.Holder) -> list[str]:
@@ -160,18 +182,36 @@ def _question(holder: holders.Holder) -> list[str]:
     return []
 
 
-def _who_restarts(nearest: owners.Owner, answer: str) -> str:
-    """What is about to start the unit or container again by this answer, in words, or ``""``."""
+def _who_restarts(holder: holders.Holder, answer: str, since: int) -> str:
+    """What starts the unit or container of this one again by this answer, in words, or ``""``."""
+    nearest = _nearest(holder)
     if nearest.kind in UNITS:
         state = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
         active, restart = state.get("ActiveState"), state.get("Restart", "no")
         if active == "activating" or (active == "deactivating" and restart != "no"):
             return "systemd, unit %s is in state %s" % (nearest.id, state.get("SubState", active))
+        started = state.get("ExecMainStartTimestampMonotonic", "")
+        if active == "active" and started.isdigit() and int(started) > _microseconds(since):
+            return "systemd, unit %s runs again" % nearest.id
         return ""
     status, _, policy = answer.strip().partition(" ")
     if status == "restarting" or (status == "exited" and policy in ALWAYS):
         return "%s, container %s is %s" % (nearest.kind, nearest.id[:12], status)
+    # Without its process 1 a container ends.
+    if status == "running" and holder.ns_pid == 1 and _is_gone(holder):
+        return "%s, container %s runs again" % (nearest.kind, nearest.id[:12])
     return ""
+
+
+def _is_gone(holder: holders.Holder) -> bool:
+    fields = holders.stat_fields(holder.pid)
+    return fields is None or int(fields[19]) != holder.start or fields[0] == "Z"
+
+
+def _microseconds(ticks: int) -> float:
+    """A time in clock ticks since boot by the clock of systemd, which stands while suspended."""
+    asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+    return (ticks / os.sysconf("SC_CLK_TCK") - asleep) * 1e6
 
 
 def _systemctl(unit: owners.Owner) -> list[str]:

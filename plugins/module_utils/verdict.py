@@ -479,7 +479,7 @@ def restarted(holder: holders.Holder, by: str, remedy: str) -> Verdict:
 
 def restarting(holder: holders.Holder, by: str, remedy: str) -> Verdict:
     """What was ended is gone, but not for long."""
-    reason = "%s was ended and is about to be started again: %s" % (short(holder), by)
+    reason = "%s was ended and is being started again: %s" % (short(holder), by)
     return Verdict(HELD, reason, remedy)
 
 

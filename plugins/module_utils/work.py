@@ -361,9 +361,12 @@ class Work:
         return [each for each in ended if restarts.supervised(each, ended)]
 
     def outcome(self, supervised: list[holders.Holder]) -> dict[str, Any]:
-        """The result; not clean where one of these is gone, and about to be started again."""
+        """The result; not clean where one of these is gone, and being started again."""
         judged = self.judge()
-        found = restarts.pending(supervised) if judged.word == verdict.CLEAN else None
+        told = [each["at"] for each in self.earlier + self.actions if each["result"] == "sent"]
+        found = None
+        if told and judged.word == verdict.CLEAN:
+            found = restarts.pending(supervised, min(told))
         if found is None:
             return self.result(judged)
         holder, by = found
@@ -620,7 +623,7 @@ def bare_result(name: str, judged: verdict.Verdict) -> dict[str, Any]:
     """A result with a verdict and nothing else known yet.
 
     ``settled``: nothing left for a further rung, be it clean, hopeless, or nobody there to signal.
-    ``restarting``: clean at the moment, but what was ended is about to be started again.
+    ``restarting``: clean at the moment, but what was ended is being started again.
     ``waiting``: it may become clean by itself; the driver is still releasing, or a server ending.
     """
     return {

@@ -99,7 +99,7 @@ hosts:
       description: True if it is not clean but may become so by itself.
       type: bool
     restarting:
-      description: True if it is clean, but what was ended is about to be started again.
+      description: True if it is clean, but what was ended is being started again.
       type: bool
     changed:
       description: True if anybody was signalled.

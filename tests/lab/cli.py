@@ -143,9 +143,10 @@ def parser() -> argparse.ArgumentParser:
     )
     hold.add_argument(
         "--restart",
-        choices=("no", "always", "slowly"),
+        choices=("no", "always", "slowly", "loading"),
         default="no",
-        help="of the service or podman container (default: no)",
+        help="of the service or podman container (default: no); slowly: after 5 s; loading: at "
+        "once, but it takes 8 s until it opens a GPU (also with --respawn)",
     )
     drop = verb("drop", "End holders, also stopped and unkillable ones, and wait for their end.")
     drop.add_argument("which", nargs="?", default="all", metavar="ID|HOST|all")

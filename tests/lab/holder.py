@@ -18,6 +18,8 @@ import threading
 import time
 from typing import Any
 
+# Seconds from the start of a server to its first GPU.
+LOADING = 8.0
 DRIVER = "/proc/driver/lab/driver.sock"
 SYS_EXIT = 93 if os.uname().machine == "aarch64" else 60
 
@@ -118,6 +120,18 @@ def forever() -> None:
         time.sleep(3600)
 
 
+def load(spec: Spec) -> None:
+    """Take a while before the first GPU is opened, as a server with its libraries does.
+
+    Not in its first life: whoever starts it waits for that.
+    """
+    lived = f"/tmp/holder-{spec['claim']['id']}"
+    if os.path.exists(lived):
+        time.sleep(LOADING)
+    with open(lived, "w"):
+        pass
+
+
 def register(spec: Spec) -> None:
     """Tell the driver what this process holds, and the lab that it does."""
     answer = ask_driver({"op": "register", **spec["claim"]})
@@ -135,6 +149,8 @@ def hold(spec: Spec) -> None:
     rename(spec["name"], spec["whole_line"])
     if spec["mps_client"]:
         spec["connection"] = importlib.import_module("nvidia_cuda_mps").become_client()
+    if spec["loads"]:
+        load(spec)
     if kind == "dead-main-thread":
         main_thread_exits(spec)
     if kind != "mapped-only":

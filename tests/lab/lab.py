@@ -776,7 +776,7 @@ class Lab:
             podman_files.make_root(root, name, os.stat(f"/proc/{init}").st_uid),
             [spec["name"], *MODEL_COMMAND],
             environment,
-            restart,
+            "always" if restart == "loading" else restart,
         )
         self.start_managed(host, spec, start)
 

@@ -65,7 +65,7 @@ Restart={restart}
 RestartSec={after}
 """
 # How soon systemd starts it again, by what --restart says.
-RESTART_AFTER = {"no": "200ms", "always": "200ms", "slowly": "5s"}
+RESTART_AFTER = {"no": "200ms", "always": "200ms", "slowly": "5s", "loading": "200ms"}
 
 
 def hidden() -> list[str]:

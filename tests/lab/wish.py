@@ -78,7 +78,7 @@ class Wish:
     unit: str | None = None  # it is that systemd service of the host
     user_session: str | None = None  # the service (default: vllm) is of that user's own systemd
     podman: str | None = None  # it is process 1 of that podman container in the host
-    restart: str = "no"  # of the service or the podman container: no, always, or (service) slowly
+    restart: str = "no"  # of the service or podman container: no, always, loading, (service) slowly
     mps_client: bool = False  # it computes through the MPS server of the host
 
     def check(self, count: int) -> None:
@@ -93,15 +93,15 @@ class Wish:
         places = [self.cgroup, self.slurm, self.pod, self.service() or None, self.podman]
         if sum(place is not None for place in places) > 1:
             raise BadValue("only one of --cgroup, --slurm, --pod, --unit, --podman")
-        if self.restart not in ("no", "always", "slowly") or (
+        if self.restart not in ("no", "always", "loading", "slowly") or (
             self.podman and self.restart == "slowly"
         ):
-            raise BadValue("--restart: no or always; of a service also slowly")
+            raise BadValue("--restart: no, always or loading; of a service also slowly")
         if self.user_session and self.user:
             raise BadValue("--user-session says who the user is; no --user")
         if not (self.service() or self.podman):
-            if self.restart != "no":
-                raise BadValue("--restart goes with --unit or --podman")
+            if self.restart != "no" and not (self.respawn and self.restart == "loading"):
+                raise BadValue("--restart goes with --unit or --podman, loading with --respawn too")
             self.place("")
             return
         self.check_managed(count)
@@ -179,6 +179,7 @@ class Wish:
             },
             "minors": [where.gpus[index].minor for index in [*indexes, *opened]],
             "ignore_term": self.ignore_term,
+            "loads": self.restart == "loading",
             "name": title,
             "whole_line": "::" in title or self.kind == "mps",
             "user": self.user_session or self.user or ("alice" if self.slurm else "root"),

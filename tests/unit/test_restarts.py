@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +23,9 @@ def there(pid: int, start: int) -> holders.Holder:
     return holder
 
 
-def pending(holder: holders.Holder) -> str:
-    """What is about to start this one again."""
-    found = restarts.pending([holder])
+def pending(holder: holders.Holder, since: int = 950) -> str:
+    """What starts this one again, that was signalled at this time."""
+    found = restarts.pending([holder], since)
     assert found is None or found[0] is holder
     return found[1] if found else ""
 
@@ -280,7 +281,7 @@ def test_a_unit_that_is_about_to_start_again(
     holder = in_group(f"/lxc/{vmid}/ns{VLLM}" if vmid else VLLM)
     found = pending(holder)
     assert found == (f"systemd, unit vllm.service is in state {expected}" if expected else "")
-    asked = "show -p ActiveState,SubState,Restart -- vllm.service\n"
+    asked = f"show -p {restarts.UNIT_STATE} -- vllm.service\n"
     assert said.read_text() == (f"-n {vmid} -- systemctl {asked}" if vmid else asked)
 
 
@@ -297,7 +298,7 @@ def test_a_users_own_systemd_is_asked_in_that_users_name(
     assert found == "systemd, unit vllm.service is in state auto-restart"
     asked = (
         "--reuid=1000 --regid=65534 --clear-groups env XDG_RUNTIME_DIR=/run/user/1000 "
-        "systemctl --user show -p ActiveState,SubState,Restart -- vllm.service\n"
+        f"systemctl --user show -p {restarts.UNIT_STATE} -- vllm.service\n"
     )
     assert said.read_text() == (f"-n {vmid} -- setpriv {asked}" if vmid else asked)
 
@@ -323,6 +324,52 @@ def test_a_container_that_is_about_to_start_again(
     assert said.read_text().endswith(f"{H}\n")
 
 
+@pytest.mark.parametrize(
+    ("active", "after", "expected"),
+    [
+        ("active", 1.0, True),
+        # The main process was there before: what was ended is one of those that it has started.
+        ("active", -1.0, False),
+        ("inactive", 1.0, False),
+    ],
+)
+def test_a_unit_that_runs_again_but_holds_no_gpu_yet(
+    fake: Callable[[str, str], Path], active: str, after: float, expected: bool
+) -> None:
+    signalled, now = holders.ticks_since_boot(), time.clock_gettime(time.CLOCK_MONOTONIC)
+    started = f"ExecMainStartTimestampMonotonic={int((now + after) * 1e6)}"
+    fake("systemctl", f"printf 'ActiveState={active}\n{started}\n'")
+    found = pending(in_group(VLLM), signalled)
+    assert found == ("systemd, unit vllm.service runs again" if expected else "")
+
+
+@pytest.mark.parametrize(("ns_pid", "expected"), [(1, True), (7, False)])
+def test_a_container_that_runs_again_but_holds_no_gpu_yet(
+    fake: Callable[[str, str], Path], ns_pid: int, expected: bool
+) -> None:
+    fake("podman", "echo running always")
+    ended = in_group(f"/a/libpod-{H}")
+    ended.ns_pid = ns_pid
+    assert pending(ended) == (f"podman, container {H[:12]} runs again" if expected else "")
+    # Asked once for all of them, and one that has let go of its GPUs may still be there.
+    other = in_group(f"/a/libpod-{H}")
+    assert (restarts.pending([other, ended], 950) is not None) is expected
+    ended.pid, ended.start = os.getpid(), int((holders.stat_fields(os.getpid()) or [])[19])
+    assert pending(ended) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "since", "expected"), [("sleep", 0, True), ("sleep", 10**12, False), ("cat", 0, False)]
+)
+def test_a_parent_that_has_started_it_again(name: str, since: int, expected: bool) -> None:
+    ended = there(9, 900)
+    ended.ppid, ended.name = os.getpid(), name
+    with subprocess.Popen(["sleep", "60"]) as child:
+        found = pending(ended, since)
+        child.kill()
+    assert (f"has started sleep (pid {child.pid})" in found) is expected
+
+
 def test_the_user_is_the_one_whose_unit_it_is(fake: Callable[[str, str], Path]) -> None:
     said = fake("setpriv", "true")
     own = "/user.slice/user-1000.slice/user@1000.service/app.slice/box.service"
@@ -346,14 +393,14 @@ def test_each_is_asked_once_and_all_within_one_time(
 ) -> None:
     said = fake("systemctl", "true")
     workers = [in_group(f"{VLLM}/worker-{each}") for each in range(40)]
-    assert restarts.pending(workers) is None
+    assert restarts.pending(workers, 950) is None
     assert len(said.read_text().splitlines()) == 1
     # A manager that hangs takes the time of all.
     monkeypatch.setattr(restarts, "ASK_TIMEOUT", 0.3)
     said = fake("systemctl", "exec sleep 60")
     units = [in_group(f"/system.slice/vllm-{each}.service") for each in range(200)]
     began = time.monotonic()
-    assert restarts.pending(units) is None
+    assert restarts.pending(units, 950) is None
     assert time.monotonic() - began < PATIENCE
     assert len(said.read_text().splitlines()) <= 2
 
