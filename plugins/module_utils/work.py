@@ -496,15 +496,19 @@ class Work:
         :param supervised: those that somebody may restart; where there are any it must stay so.
         """
         watch = restarts.WATCH if supervised else 0.0
+        killed, patience = rung["signal"] == "KILL", float(rung["wait"])
         began = self.first_signal
         pause = Pause(began)
         zeros = 0
         looked = False  # since the first of the zeros
+        quiet: float | None = None  # since when zero, with nobody left to wait for
         while True:
             end_if_nobody_listens()
             if not self.loop:
                 self.session.ask("gpus")
-            alive = [grip for grip in grips if not grip.ended()]
+            # Who was killed is waited for in any case: it ends, or it is unkillable.
+            awaited = grips if killed or time.monotonic() - began <= patience else []
+            alive = [grip for grip in awaited if not grip.ended()]
             if zeros and not alive and not looked:
                 self.look()
                 looked = True
@@ -521,19 +525,21 @@ class Work:
                 self.end_loop()
             if zeros in (1, 2):
                 self.timings["second_zero" if zeros == 2 else "zero"] = elapsed
-            if zeros >= 2 and not alive and looked:
-                if self.concerned(self.view) or elapsed >= self.timings["zero"] + max(
+            if alive or not zeros:
+                quiet = None
+            elif quiet is None:
+                quiet = elapsed
+            if zeros >= 2 and quiet is not None and looked:
+                if self.concerned(self.view) or elapsed >= quiet + max(
                     watch, self.unseen_release()
                 ):
                     break
                 looked = False
                 time.sleep(LONGEST_PAUSE)
-            killed = rung["signal"] == "KILL"
             stuck = alive if killed and elapsed > UNKILLABLE_AFTER else []
-            # Who was killed is waited for in any case: it ends, or it is unkillable. So is
-            # the end of a proof that has begun.
-            due = (killed and alive) or (zeros and not alive)
-            if stuck or (elapsed > float(rung["wait"]) and not due):
+            # The end of a proof that has begun is waited for, too.
+            due = zeros or (killed and alive)
+            if stuck or (elapsed > patience and not due):
                 self.look()
                 self.name_stuck({grip.pid for grip in stuck})
                 break

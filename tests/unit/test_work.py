@@ -322,3 +322,49 @@ def test_from_inside_memory_may_be_that_of_whom_we_have_ended(
     part.earlier = [signalled(outcome)]
     result = part.verify()
     assert (result["verdict"], result["waiting"]) == ("blocked", waiting)
+
+
+class Grip:
+    """A hold on one that lives for so many seconds."""
+
+    pid = 500
+
+    def __init__(self, seconds: float) -> None:
+        self.until = time.monotonic() + seconds
+
+    def ended(self) -> bool:
+        return time.monotonic() > self.until
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("baseline", [0, 616])
+def test_who_lets_go_at_the_end_of_a_wait_and_lives_on_is_no_reason_for_unknown(
+    machine: Machine, baseline: int
+) -> None:
+    """The wait is over between the two readings that show zero."""
+    reader = Reader("700")
+    part = machine.work(reader, baseline_mib=baseline)
+    machine.comes()
+    assert part.state()["verdict"] == "held"
+    machine.there.clear()
+    reader.used = "500" if baseline else "0"
+    part.first_signal = began = time.monotonic()
+    part.wait([Grip(60)], {"signal": "TERM", "wait": 0.0}, [])  # type: ignore[list-item]
+    assert part.judge().word == "clean"
+    assert time.monotonic() - began >= (work.UNSEEN_RELEASE if baseline else 0)
+
+
+@pytest.mark.parametrize("signal", ["TERM", "KILL"])
+def test_the_second_for_the_driver_runs_from_the_end_of_the_process(
+    machine: Machine, signal: str
+) -> None:
+    """What the baseline covers reads as zero all the time, while it is held too."""
+    part = machine.work(Reader("500"), baseline_mib=616)
+    part.state()
+    part.first_signal = time.monotonic()
+    ends = Grip(work.UNSEEN_RELEASE + 0.2)
+    part.wait([ends], {"signal": signal, "wait": 30.0}, [])  # type: ignore[list-item]
+    assert part.judge().word == "clean"
+    assert time.monotonic() - ends.until >= work.UNSEEN_RELEASE
