@@ -168,10 +168,13 @@ class Node:
         """
         return os.getpid() in holders.family(holder.ppid)
 
-    def view(self, target: verdict.Target, found: holders.Scan) -> verdict.View:
-        """Sort the holders by what may be done to them on behalf of this target."""
+    def view(self, target: verdict.Target, found: holders.Scan, untold: bool) -> verdict.View:
+        """Sort the holders by what may be done to them on behalf of this target.
+
+        :param untold: whether memory may be in use that no reading would show.
+        """
         view = verdict.View()
-        unseen = self._unseen(target, found)
+        unseen = self._unseen(target, found, untold)
         view.unreadable = [verdict.short(each) for each in unseen]
         view.late = any(each.pid in found.late | found.busy for each in unseen)
         home = self.home(target)
@@ -185,12 +188,14 @@ class Node:
                 view.protected.add(holder.pid)
         return view
 
-    def _unseen(self, target: verdict.Target, found: holders.Scan) -> list[holders.Holder]:
+    def _unseen(
+        self, target: verdict.Target, found: holders.Scan, untold: bool
+    ) -> list[holders.Holder]:
         """Those that could not be looked at, but for our own and those that may hold a GPU.
 
         Who maps a GPU uses memory of it; only where that is not told do mappings matter alone.
         """
-        pids = found.skipped | (found.busy if target.holders_only else set())
+        pids = found.skipped | (found.busy if untold else set())
         everyone = [holders.Holder(pid) for pid in sorted(pids)]
         stoppers = self.stoppers.known()
         for each in everyone:

@@ -149,7 +149,8 @@ class Work:
 
     def sort(self, found: holders.Scan) -> verdict.View:
         """What may be done to whom of those found."""
-        view = self.node.view(self.target, found)
+        untold = self.target.holders_only or self.unseen_release() > 0
+        view = self.node.view(self.target, found, untold)
         if self.target.gpus:
             view.limit({gpu.minor for gpu in self.wanted()})
         if self.target.quits_mps:

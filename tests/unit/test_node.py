@@ -411,12 +411,14 @@ def test_who_could_not_be_looked_at_counts_unless_it_is_ours_or_protected(
     found = holders.Scan(deep=True)
     found.skipped, found.busy = {1, 18, 19}, {20}
     unseen = {
-        spec: [each.pid for each in host._unseen(verdict.Target({"name": "n", **more}), found)]
-        for spec, more in {
-            "usual": {},
-            "no memory told": {"holders_only": True},
-            "protected": {"protect": ["python3"]},
-        }.items()
+        spec: [
+            each.pid for each in host._unseen(verdict.Target({"name": "n", **more}), found, untold)
+        ]
+        for spec, more, untold in (
+            ("usual", {}, False),
+            ("no memory told", {}, True),
+            ("protected", {"protect": ["python3"]}, False),
+        )
     }
     assert unseen == {"usual": [18], "no memory told": [18, 20], "protected": []}
 
@@ -445,9 +447,11 @@ def test_the_command_of_who_has_stopped_a_look_is_read_aside(
     monkeypatch.setattr(holders, "read_bytes", only_without_a_lock)
     monkeypatch.setattr(host, "_is_own", lambda _: False)
     spec = {"name": "n", "scope": "everything"}
-    assert [each.command for each in host._unseen(verdict.Target(spec), found)] == ["my-editor"]
+    assert [each.command for each in host._unseen(verdict.Target(spec), found, False)] == [
+        "my-editor"
+    ]
     protecting = verdict.Target({**spec, "protect": ["my-editor"]})
-    assert host._unseen(protecting, found) == []
+    assert host._unseen(protecting, found, False) == []
     assert asked == [pid]
 
 

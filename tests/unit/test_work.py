@@ -368,3 +368,17 @@ def test_the_second_for_the_driver_runs_from_the_end_of_the_process(
     part.wait([ends], {"signal": signal, "wait": 30.0}, [])  # type: ignore[list-item]
     assert part.judge().word == "clean"
     assert time.monotonic() - ends.until >= work.UNSEEN_RELEASE
+
+
+def test_who_could_not_be_looked_at_may_have_what_the_baseline_covers(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scan(*_: object, **__: object) -> holders.Scan:
+        found = holders.Scan(deep=True)
+        found.busy = {500}
+        return found
+
+    monkeypatch.setattr(holders, "scan", scan)
+    monkeypatch.setattr(holders, "describe", lambda one: one.pid == 500)
+    for used, word in (("500", "unknown"), ("4", "clean")):
+        assert machine.work(Reader(used), baseline_mib=616).state()["verdict"] == word
