@@ -73,18 +73,22 @@ class Turn:
                 return int(words[4])
         return 0
 
-    def was_told(self, holder: holders.Holder, signal: str) -> bool:
-        """Has a run sent this very process this signal, one that need not be repeated?
+    def told_at(self, holder: holders.Holder, signal: str) -> int:
+        """When a run has sent this very process this signal, one that need not be repeated.
 
-        The process is known by its number in its own PID namespace, and when it started: these are
-        the same from wherever a run looks.
+        In clock ticks since boot, 0 if none has. The process is known by its number in its own PID
+        namespace, and when it started: these are the same from wherever a run looks.
         """
-        return signal in ASKING and [holder.ns_pid, holder.start, signal] in self._told()
+        if signal not in ASKING:
+            return 0
+        who = [holder.ns_pid, holder.start, signal]
+        times = [each[3] for each in self._told() if each[:3] == who]
+        return max(times, default=0)
 
     def remember(self, told: list[dict[str, Any]]) -> None:
         """Keep whom these actions told."""
         entries = [
-            [each["pid"], each["start"], each["signal"]]
+            [each["pid"], each["start"], each["signal"], each["at"]]
             for each in told
             if each["result"] == "sent" and each["signal"] in ASKING
         ]
@@ -114,9 +118,13 @@ class Turn:
             told = json.loads(text or b"[]")
         except (ValueError, RecursionError):  # Whoever rules in the container can write it.
             return []
-        return told if isinstance(told, list) else []
+        return [each for each in told if _is_entry(each)] if isinstance(told, list) else []
 
     def end(self) -> None:
         """Give the turn back, also where a copy of this program still has the descriptor."""
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
+
+
+def _is_entry(each: Any) -> bool:
+    return isinstance(each, list) and len(each) == 4 and isinstance(each[3], int)

@@ -315,13 +315,11 @@ class Work:
         strangers = self.strangers(self.view)
         if strangers and not self.earlier:
             return dict(result, settled=True, refused=refusal(strangers))
-        chosen = [
-            holder
-            for holder in self.choose(rung["select"], self.view)
-            if holder not in strangers and not turn.was_told(holder, rung["signal"])
-        ]
+        due = [each for each in self.choose(rung["select"], self.view) if each not in strangers]
+        told = {each.pid: turn.told_at(each, rung["signal"]) for each in due}
+        chosen = [each for each in due if not told[each.pid]]
         if not chosen:
-            return result
+            return self.wait_on(result, due, max(told.values(), default=0), rung)
         supervised = self.supervised(chosen)
         end_if_nobody_listens()
         # What was asked before the signal proves nothing.
@@ -332,6 +330,24 @@ class Work:
         turn.remember(self.actions)
         self.wait(grips, rung, supervised)
         return dict(self.outcome(supervised), before=result["gpus"])
+
+    def wait_on(
+        self, result: dict[str, Any], told: list[holders.Holder], at: int, rung: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Wait for whom a run has told that was broken off: they have no less time to end for it.
+
+        :param result: what :meth:`state` found.
+        :param at: when the last of them was told, in clock ticks since boot.
+        """
+        age = (holders.ticks_since_boot() - at) / os.sysconf("SC_CLK_TCK")
+        if not told or not 0 <= age <= float(rung["wait"]):
+            return result
+        self.session.drop_answers()
+        self.first_signal = time.monotonic() - age
+        supervised = self.supervised(told)
+        self.wait(signals.grips_on(told), rung, supervised)
+        self.timings = {}  # This run has signalled nobody.
+        return self.outcome(supervised, at)
 
     def verify(self) -> dict[str, Any]:
         """The state; clean only if who was signalled before, and has ended since, stays away."""
@@ -361,10 +377,14 @@ class Work:
         ]
         return [each for each in ended if restarts.supervised(each, ended)]
 
-    def outcome(self, supervised: list[holders.Holder]) -> dict[str, Any]:
-        """The result; not clean where one of these is gone, and being started again."""
+    def outcome(self, supervised: list[holders.Holder], at: int | None = None) -> dict[str, Any]:
+        """The result; not clean where one of these is gone, and being started again.
+
+        :param at: when another run has signalled them, in clock ticks since boot.
+        """
         judged = self.judge()
         told = [each["at"] for each in self.earlier + self.actions if each["result"] == "sent"]
+        told += [] if at is None else [at]
         found = None
         if told and judged.word == verdict.CLEAN:
             found = restarts.pending(supervised, min(told))

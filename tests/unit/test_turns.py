@@ -50,6 +50,7 @@ def told(holder: holders.Holder, signal: str, result: str = "sent") -> dict[str,
         "start": holder.start,
         "signal": signal,
         "result": result,
+        "at": 950,
     }
 
 
@@ -120,13 +121,13 @@ def test_who_was_told_is_remembered_by_the_next_run(
 ) -> None:
     turns.Turn(129, *place).remember([told(holder, "TERM")])
     later = turns.Turn(129, *place)
-    assert later.was_told(holder, "TERM")
+    assert later.told_at(holder, "TERM")
     # Another signal, another container, another process with the number: none was told.
-    assert not later.was_told(holder, "INT")
-    assert not turns.Turn(0, *place).was_told(holder, "TERM")
+    assert not later.told_at(holder, "INT")
+    assert not turns.Turn(0, *place).told_at(holder, "TERM")
     other = holders.Holder(holder.pid)
     other.start = holder.start + 1
-    assert not later.was_told(other, "TERM")
+    assert not later.told_at(other, "TERM")
 
 
 @pytest.mark.parametrize(
@@ -137,10 +138,10 @@ def test_what_may_be_repeated_or_was_not_sent_is_not_kept(
 ) -> None:
     turn = turns.Turn(129, *place)
     turn.remember([told(holder, signal, result)])
-    assert not turn.was_told(holder, signal)
+    assert not turn.told_at(holder, signal)
     turn.remember([told(holder, "INT")])
-    assert turn.was_told(holder, "INT")
-    assert not turn.was_told(holder, signal)
+    assert turn.told_at(holder, "INT")
+    assert not turn.told_at(holder, signal)
 
 
 def test_only_the_newest_are_kept(
@@ -152,11 +153,11 @@ def test_only_the_newest_are_kept(
     for each in (*others, holder):
         turn.remember([told(each, "TERM")])
     turn.remember([])
-    assert [turn.was_told(each, "TERM") for each in (*others, holder)] == [False] * 2 + [True] * 2
+    assert [turn.told_at(each, "TERM") for each in (*others, holder)] == [0, 0, 950, 950]
 
 
 def test_as_many_as_are_kept_fit_into_an_attribute() -> None:
-    entry = [2**22, 2**63, "TERM"]
+    entry = [2**22, 2**63, "TERM", 2**63]
     assert len(json.dumps([entry] * turns.MOST_TOLD)) < 64 << 10
 
 
@@ -166,7 +167,7 @@ def test_it_is_the_same_process_from_around_a_container_and_from_inside(
     around = holders.Holder(90_010)
     around.ns_pid, around.start = holder.ns_pid, holder.start
     turns.Turn(129, *place).remember([told(around, "TERM")])
-    assert turns.Turn(129, *place).was_told(holder, "TERM")
+    assert turns.Turn(129, *place).told_at(holder, "TERM")
 
 
 @pytest.mark.parametrize(
@@ -180,9 +181,9 @@ def test_a_damaged_memory_tells_nothing_and_is_written_anew(
         os.setxattr(f"{place[0]}/lxc/129/ns", turns.TOLD, content)
     except OSError:
         (Path(place[1]) / "gpuops-told-129.json").write_bytes(content)
-    assert not turn.was_told(holder, "TERM")
+    assert not turn.told_at(holder, "TERM")
     turn.remember([told(holder, "TERM")])
-    assert turn.was_told(holder, "TERM")
+    assert turn.told_at(holder, "TERM")
 
 
 INSIDE = """
@@ -192,7 +193,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import holders, turns
 turn = turns.Turn(0, sys.argv[2], sys.argv[3])
 found = holders.Holder(int(sys.argv[4]))
 assert holders.describe(found)
-print(turn.take(0.0), turn.was_told(found, "TERM"))
+print(turn.take(0.0), turn.told_at(found, "TERM"))
 """
 
 
@@ -222,7 +223,7 @@ def test_a_container_shares_its_turn_and_its_memory_with_the_node_around_it(
             text=True,
             check=False,
         )
-        assert (ran.stdout, ran.stderr) == ("None True\n", "")
+        assert (ran.stdout, ran.stderr) == ("None 950\n", "")
         turn.end()
     finally:
         group.rmdir()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -382,3 +383,29 @@ def test_who_could_not_be_looked_at_may_have_what_the_baseline_covers(
     monkeypatch.setattr(holders, "describe", lambda one: one.pid == 500)
     for used, word in (("500", "unknown"), ("4", "clean")):
         assert machine.work(Reader(used), baseline_mib=616).state()["verdict"] == word
+
+
+class Told:
+    """A turn that knows that everybody was told so many seconds ago, by a run that is gone."""
+
+    def __init__(self, ago: float) -> None:
+        self.at = holders.ticks_since_boot() - int(ago * os.sysconf("SC_CLK_TCK"))
+
+    def told_at(self, *_: object) -> int:
+        return self.at
+
+
+@pytest.mark.parametrize(("ago", "waits"), [(0.5, 1.0), (60.0, 0.0)])
+def test_whom_a_broken_off_run_has_told_has_the_same_time_to_end(
+    machine: Machine, ago: float, waits: float
+) -> None:
+    """Else the next rung kills at once, a moment after SIGTERM."""
+    one = holders.Holder(os.getpid())
+    assert holders.stat_fields(one.pid)
+    machine.comes(pid=one.pid)
+    part = machine.work(Reader("500"))
+    rung = {"name": "terminate", "select": "devices", "signal": "TERM", "wait": 1.5}
+    began = time.monotonic()
+    result = part.climb(rung, Told(ago))  # type: ignore[arg-type]
+    assert (result["verdict"], result["actions"]) == ("held", [])
+    assert waits <= time.monotonic() - began + 0.05 < waits + 1.0
