@@ -245,7 +245,14 @@ class Work:
         if judged.word == verdict.BLOCKED and self.target.inside:
             seen = [self.view.in_the_way(gpu, self.target.is_zero(gpu)) for gpu in self.wanted()]
             return not any(seen) and anybody_signalled(self.earlier + self.actions)
+        if judged.word == verdict.UNKNOWN:
+            return self.is_listed_still()
         return judged.word == verdict.HELD and not self.returned(1)
+
+    def is_listed_still(self) -> bool:
+        """Is all that is wrong a process on the driver's list that is not there (any more)?"""
+        readable = bool(self.readings) and not self.problem()
+        return self.target.holders_only and readable and bool(self.node.ghosts)
 
     def record(self) -> dict[str, Any]:
         """What has been done so far, which no result may leave out."""
@@ -358,7 +365,9 @@ class Work:
 
         :param result: what :meth:`state` found.
         """
-        if result["verdict"] != verdict.CLEAN or not anybody_signalled(self.earlier):
+        word = result["verdict"]
+        ended = word == verdict.CLEAN or (word == verdict.UNKNOWN and self.is_listed_still())
+        if not ended or not anybody_signalled(self.earlier):
             return result
         self.session.drop_answers()
         self.first_signal = time.monotonic()

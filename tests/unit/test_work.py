@@ -409,3 +409,19 @@ def test_whom_a_broken_off_run_has_told_has_the_same_time_to_end(
     result = part.climb(rung, Told(ago))  # type: ignore[arg-type]
     assert (result["verdict"], result["actions"]) == ("held", [])
     assert waits <= time.monotonic() - began + 0.05 < waits + 1.0
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_whom_the_driver_lists_a_moment_longer_is_waited_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, earlier: bool
+) -> None:
+    """It has just ended; where no memory is told the list alone says that it is still freed."""
+    listed = [[nvidia_smi.App(UUID, 499, None, "python3")]] * 2
+    session = machine.node.session
+    monkeypatch.setattr(session, "apps", lambda: (listed.pop() if listed else [], []))
+    part = machine.work(Reader("[N/A]"), holders_only=True)
+    part.earlier = [signalled()] if earlier else []
+    result = part.verify()
+    assert (result["verdict"], result["waiting"]) == (
+        ("clean", False) if earlier else ("unknown", True)
+    )
