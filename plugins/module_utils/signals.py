@@ -109,6 +109,13 @@ def grips_on(chosen: list[holders.Holder]) -> list[Grip]:
     return grips
 
 
+def is_being_killed(pid: int) -> bool:
+    """Has it been sent SIGKILL, by whomever, and has not ended yet?"""
+    text = holders.read_bytes("/proc/%d/status" % pid)
+    pending = re.findall(rb"^(?:ShdPnd|SigPnd):\s*([0-9a-f]+)$", text, re.MULTILINE)
+    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
+
+
 def why_stuck(pid: int) -> dict[str, str]:
     """What a process that does not die waits for: state, wait channel, stack, dead mounts.
 

@@ -358,7 +358,20 @@ class Work:
 
     def verify(self) -> dict[str, Any]:
         """The state; clean only if who was signalled before, and has ended since, stays away."""
-        return self.settle(self.state(), 0.0)
+        result = self.state()
+        if self.outlived():
+            return self.result()
+        return self.settle(result, 0.0)
+
+    def outlived(self) -> bool:
+        """Does somebody outlive the SIGKILL of an earlier run, or of anybody? He is recorded."""
+        killed = {holder.pid for holder in self.view.mine if signals.is_being_killed(holder.pid)}
+        until = time.monotonic() + UNKILLABLE_AFTER
+        while killed and time.monotonic() < until:
+            time.sleep(LONGEST_PAUSE)
+            killed = {pid for pid in killed if signals.is_being_killed(pid)}
+        self.name_stuck(killed)
+        return bool(killed)
 
     def settle(self, result: dict[str, Any], patience: float) -> dict[str, Any]:
         """Watch as after a signal: somebody signalled at an earlier rung may have ended since.

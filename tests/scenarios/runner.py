@@ -447,6 +447,9 @@ class World:
         elif verb == "drop":
             for holder in self.held.pop(what):
                 self.end(holder)
+        elif verb == "kill":
+            for holder in self.held[what]:
+                os.kill(holder["outer_pid"], signal.SIGKILL)
         elif verb == "user":
             self.worn = True
             home = f"/home/{what['name']}"

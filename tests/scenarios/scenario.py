@@ -22,6 +22,7 @@ EVENTS = {
     "stop": "a container is stopped",
     "cut": "a host's sshd is gone",
     "drop": "a process of this file ends by itself",
+    "kill": "a process of this file is sent SIGKILL, by somebody else than gpuops",
     "user": "somebody else than root who may log in",
     "plain": "a process that holds no GPU",
     "watch": "somebody reads the GPUs again and again with nvidia-smi",
