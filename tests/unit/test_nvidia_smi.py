@@ -425,7 +425,7 @@ class Place:
         self.folder = folder
         self.sessions: list[nvidia_smi.Session] = []
 
-    def session(self, script: str | None, timeout: float = 5.0) -> nvidia_smi.Session:
+    def session(self, script: str | None, timeout: float = PATIENCE) -> nvidia_smi.Session:
         if script is not None:
             tool = self.folder / "nvidia-smi"
             tool.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
@@ -455,6 +455,12 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def asked(session: nvidia_smi.Session, question: str = "gpus") -> nvidia_smi.Reading:
     session.ask(question)
     return session.gpus()
+
+
+def number_in(file: Path) -> str:
+    """The PID that a tool writes into this file when it has started."""
+    assert until(lambda: file.exists() and file.read_text(encoding="ascii").endswith("\n"))
+    return file.read_text(encoding="ascii").strip()
 
 
 def ends(pid: int) -> bool:
@@ -547,8 +553,12 @@ def test_a_tool_that_hangs_after_a_good_row_gives_no_reading(place: Place) -> No
 
 
 def test_a_slow_second_answer_has_a_deadline_of_its_own(place: Place) -> None:
-    session = place.session(f"sleep 0.6; echo '{GOOD}'", timeout=2)
-    assert all(asked(session).readable for _ in range(4))
+    session = place.session(f"echo '{GOOD}'")
+    session.ask("gpus", "gpus")
+    assert session.gpus().readable
+    # The time of the first answer is over since long when the second is waited for.
+    session._asked[0] -= 2 * PATIENCE
+    assert session.gpus().readable
 
 
 def test_a_tool_that_dies_is_a_problem_with_its_exit_code(place: Place) -> None:
@@ -694,9 +704,11 @@ def test_a_tool_that_never_stops_printing_is_abandoned(place: Place) -> None:
 
 
 def test_a_tool_that_hangs_is_killed_with_its_shell(place: Place, tmp_path: Path) -> None:
-    session = place.session(f"echo $$ >{tmp_path}/pid; exec sleep 60", timeout=0.5)
-    assert not asked(session).readable
-    tool = Path("/proc") / (tmp_path / "pid").read_text(encoding="ascii").strip()
+    file = tmp_path / "pid"
+    session = place.session(f"echo $$ >{file}; exec sleep 60", timeout=0.5)
+    session.ask("gpus")
+    tool = Path("/proc") / number_in(file)
+    assert not session.gpus().readable
     assert until(lambda: not tool.exists())
 
 
@@ -741,8 +753,7 @@ def test_a_closed_session_leaves_no_call_behind(place: Place, tmp_path: Path) ->
     file = tmp_path / "pid"
     session = place.session(f"echo $$ >{file}; exec sleep 60")
     session.ask("gpus")
-    assert until(lambda: file.exists() and file.read_text(encoding="ascii") != "")
-    tool = Path("/proc") / file.read_text(encoding="ascii").strip()
+    tool = Path("/proc") / number_in(file)
     place.sessions.remove(session)
     session.close()
     assert until(lambda: not tool.exists())
@@ -777,10 +788,12 @@ def test_a_loop_gives_one_whole_reading_after_the_other(
 ) -> None:
     loop = loops(place.session(USED_THEN_FREE), "GPU-1", "GPU-2")
     seen = []
-    while (reading := loop.reading(1)) is not None:
-        assert reading.readable
+    for _ in range(6):
+        reading = loop.reading(PATIENCE)
+        assert reading is not None and reading.readable
         seen.append([gpu.used_mib for gpu in reading.gpus])
     assert seen == [[20, 20], [20, 20], *[[0, 0]] * 4]
+    assert loop.reading(0.3) is None
     assert not loop.over
 
 
@@ -816,7 +829,7 @@ def test_a_loop_that_says_anything_else_is_over(
     session = place.session(script)
     loop = loops(session, "GPU-1", "GPU-2")
     for _ in range(2):
-        reading = loop.reading(5)
+        reading = loop.reading(PATIENCE)
         assert reading is None or [gpu.used_mib for gpu in reading.gpus] == [20, 20]
         if reading is None:
             break
@@ -827,12 +840,13 @@ def test_a_loop_that_says_anything_else_is_over(
 def test_a_loop_that_falls_silent_ends_its_session(
     place: Place, loops: Callable[..., nvidia_smi.Loop]
 ) -> None:
-    session = place.session(f"echo '{GOOD}'; exec sleep 60", timeout=0.5)
+    session = place.session(f"echo '{GOOD}'; exec sleep 60")
     loop = loops(session, "GPU-1")
-    assert loop.reading(5) is not None
-    began = time.monotonic()
+    assert loop.reading(PATIENCE) is not None
     assert loop.reading(0.1) is None
     assert not loop.over
+    session.timeout = 0.5
+    began = time.monotonic()
     assert loop.reading(60) is None
     assert loop.over
     assert time.monotonic() - began < PATIENCE
@@ -843,18 +857,21 @@ def test_a_loop_that_falls_silent_ends_its_session(
 def test_a_lost_session_starts_no_loop(
     place: Place, tmp_path: Path, loops: Callable[..., nvidia_smi.Loop]
 ) -> None:
-    session = place.session(f"echo $$ >>{tmp_path}/started; exec sleep 60", timeout=0.3)
-    asked(session)
+    file = tmp_path / "started"
+    session = place.session(f"echo $$ >>{file}; exec sleep 60", timeout=0.3)
+    session.ask("gpus")
+    first = number_in(file)
+    assert not session.gpus().readable
     assert session.lost
     assert loops(session, "GPU-1").over
-    assert len((tmp_path / "started").read_text(encoding="ascii").split()) == 1
+    assert number_in(file) == first
 
 
 def test_a_closed_loop_leaves_no_process_and_no_descriptor(place: Place, tmp_path: Path) -> None:
     session = place.session(f"echo $$ >{tmp_path}/pid; echo '{GOOD}'; exec sleep 60")
     before = len(list(Path("/proc/self/fd").iterdir()))
     loop = nvidia_smi.Loop(session, nvidia_smi.Reading([nvidia_smi.Gpu(0, "GPU-1")], []))
-    assert loop.reading(5) is not None
+    assert loop.reading(PATIENCE) is not None
     tool = int((tmp_path / "pid").read_text(encoding="ascii"))
     loop.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -877,7 +894,7 @@ class Batch:
         self.readers: nvidia_smi.Readers | None = None
         patch.setitem(commands.ENVIRONMENT, "PATH", f"{folder}:/usr/bin:/bin")
 
-    def start(self, script: str, count: int, timeout: float = 5.0) -> nvidia_smi.Readers:
+    def start(self, script: str, count: int, timeout: float = PATIENCE) -> nvidia_smi.Readers:
         tool = self.folder / "nvidia-smi"
         tool.write_text(f"#!/bin/sh\necho $$ >>{self.folder}/started\n{script}\n")
         tool.chmod(0o755)
@@ -899,9 +916,9 @@ class Batch:
             session.close()
         return found
 
-    def nothing_once_started(self) -> set[tuple[int, str]]:
-        """No call in the kernel, said when the first one is on its way."""
-        assert until(lambda: self.starts == 1)
+    def nothing_once_hanging(self) -> set[tuple[int, str]]:
+        """No call in the kernel, said when the script has made the file ``hangs``."""
+        assert until((self.folder / "hangs").exists)
         return set()
 
     @property
@@ -936,6 +953,7 @@ def test_a_batch_leaves_one_call_stuck_in_the_kernel_and_not_one_for_each(
 ) -> None:
     monkeypatch.setattr(nvidia_smi, "HEAD_START", 0.1)
     readers = batch.start("exec sleep 60", 40, timeout=0.6)
+    assert until(lambda: batch.starts == 1), "it hangs, and has not merely not begun"
     in_kernel.add((4711, "1"))
     readers.start_others()
     first, *others = batch.readings()
@@ -951,10 +969,10 @@ def test_a_first_reader_that_only_its_own_place_holds_up_delays_nobody_long(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvidia_smi, "HEAD_START", 0.2)
-    # The first has to be the one that hangs, however long its shell takes to start.
-    script = f"[ $(wc -l <{batch.folder}/started) = 1 ] && exec sleep 60; echo '{GOOD}'"
+    # The first has to be the one that hangs, however long its shell takes to get there.
+    script = f"mkdir {batch.folder}/hangs 2>&- && exec sleep 60; echo '{GOOD}'"
     readers = batch.start(script, 3, timeout=PATIENCE)
-    monkeypatch.setattr(nvidia_smi, "_calls_in_kernel", batch.nothing_once_started)
+    monkeypatch.setattr(nvidia_smi, "_calls_in_kernel", batch.nothing_once_hanging)
     began = time.monotonic()
     readers.start_others()
     assert time.monotonic() - began < PATIENCE
