@@ -608,10 +608,13 @@ def stuck_call(patience: float = 1.0) -> str:
     in state D for moments only, so one that is found there is looked at again for ``patience``
     seconds.
     """
-    until = time.monotonic() + patience
     found = _calls_in_kernel()
-    while found and time.monotonic() < until:
+    # From the first look on: it may take longer than that, and one look alone tells nothing.
+    until = time.monotonic() + patience
+    last = False
+    while found and not last:
         time.sleep(0.05)
+        last = time.monotonic() >= until
         found &= _calls_in_kernel()
     pids = ", ".join(str(pid) for pid, _ in sorted(found))
     return "an earlier nvidia-smi (pid %s) is stuck in the driver" % pids if found else ""

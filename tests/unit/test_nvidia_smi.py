@@ -1030,14 +1030,18 @@ def test_the_reader_of_a_target_that_is_refused_is_closed(batch: Batch) -> None:
         ([set(), {(7, "1")}], False),
     ],
 )
+@pytest.mark.parametrize("patience", [0.15, 0.0], ids=["looks in time", "a look that took longer"])
 def test_only_a_call_that_stays_in_the_kernel_is_stuck(
-    monkeypatch: pytest.MonkeyPatch, looks: list[set[tuple[int, str]]], stuck: bool
+    monkeypatch: pytest.MonkeyPatch,
+    looks: list[set[tuple[int, str]]],
+    stuck: bool,
+    patience: float,
 ) -> None:
     left = list(looks)
     monkeypatch.setattr(
         nvidia_smi, "_calls_in_kernel", lambda: set(left.pop(0) if len(left) > 1 else left[0])
     )
-    assert bool(nvidia_smi.stuck_call(0.15)) is stuck
+    assert bool(nvidia_smi.stuck_call(patience)) is stuck
 
 
 def test_a_call_is_known_by_number_and_start_time(monkeypatch: pytest.MonkeyPatch) -> None:
