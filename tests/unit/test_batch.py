@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,7 +36,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
 from ansible_collections.gpuops.gpu.plugins.modules import gpu_release as gpu_release_module
 from ansible_collections.gpuops.gpu.plugins.modules import gpu_state as gpu_state_module
 from ansible_collections.gpuops.gpu.plugins.plugin_utils import batch
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 GPU = "0, GPU-1, 00000000:00:06.0, {}, 143771, 616, 0, 31, P0, 580.159.04, NVIDIA H200"
 CLEAN = f"""#!/bin/sh
@@ -698,12 +699,21 @@ class Idle:
 def test_a_target_whose_work_does_not_end_is_unknown_and_delays_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class Thread(threading.Thread):
+        """Is waited for only when no other has anything left to do."""
+
+        def join(self, timeout: float | None = None) -> None:
+            there = threading.enumerate
+            assert until(lambda: sum(isinstance(each, Thread) for each in there()) < 2)
+            super().join(timeout)
+
     def serve(_: object, target: Any, *__: object) -> dict[str, Any]:
         if target.name == "stuck":
             time.sleep(60)
         judged = verdict.Verdict(verdict.CLEAN, "")
         return work.bare_result(target.name, judged)
 
+    monkeypatch.setattr(program, "threading", SimpleNamespace(Thread=Thread))
     monkeypatch.setattr(nvidia_smi, "Readers", Idle)
     monkeypatch.setattr(node, "Node", Idle)
     monkeypatch.setattr(program, "_serve", serve)
@@ -774,9 +784,10 @@ def test_the_tasks_own_limit_counts(ended: list[str]) -> None:
 
     before = signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(Own), batch.limit(0.05):
-            time.sleep(5)
+        with pytest.raises(Own):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with batch.limit(0.05):
+                time.sleep(5)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

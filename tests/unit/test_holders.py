@@ -7,6 +7,7 @@ scan looks at. For mappings stands /dev/zero's device: mapped privately it keeps
 
 import contextlib
 import functools
+import mmap
 import os
 import stat
 import subprocess
@@ -279,13 +280,13 @@ def test_a_process_that_is_long_to_read_is_not_taken_for_one_that_is_stuck(
     monkeypatch: pytest.MonkeyPatch, workers: list[int]
 ) -> None:
     def slow(*_: object) -> Iterator[tuple[str, set[str]]]:
-        for _ in range(15):
+        for _ in range(25):
             time.sleep(0.1)
             yield "task descriptor", set()
         yield "task descriptor", {"gpu1"}
 
     monkeypatch.setattr(holders, "_look_at", slow)
-    monkeypatch.setattr(holders, "LOOK_PATIENCE", 1.0)
+    monkeypatch.setattr(holders, "LOOK_PATIENCE", 2.0)
     scan = holders.scan(DEVICES, pids=[1])
     assert (set(scan.holders), scan.skipped, len(workers)) == ({1}, set(), 1)
 
@@ -417,6 +418,26 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             os.waitpid(pid, 0)
 
 
+@pytest.fixture
+def stop(monkeypatch: pytest.MonkeyPatch, workers: list[int]) -> Callable[[], None]:
+    """What a worker calls to get stuck. Nobody's patience begins before it has come as far."""
+    stopped = mmap.mmap(-1, mmap.PAGESIZE)
+
+    class Watched(holders._Worker):
+        def __init__(self, *arguments: Any) -> None:
+            stopped[0] = 0
+            super().__init__(*arguments)
+            assert until(lambda: stopped[0] or self._done[0] == len(self._names))
+
+    def here() -> None:
+        stopped[0] = 1
+        time.sleep(60)
+
+    monkeypatch.setattr(holders, "_Worker", Watched)
+    monkeypatch.setattr(holders, "LOOK_PATIENCE", 0.1)
+    return here
+
+
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("stuck", [0, 1, 2])
 def test_a_process_that_blocks_the_look_hides_nobody(
@@ -424,6 +445,7 @@ def test_a_process_that_blocks_the_look_hides_nobody(
     nodes: Nodes,
     monkeypatch: pytest.MonkeyPatch,
     workers: list[int],
+    stop: Callable[[], None],
     deep: bool,
     stuck: int,
 ) -> None:
@@ -433,11 +455,10 @@ def test_a_process_that_blocks_the_look_hides_nobody(
 
     def block(name: str, devices: holders.Device) -> set[str] | None:
         if name == str(pids[stuck]):
-            time.sleep(60)  # stands for a read of maps that waits for the memory's lock
+            stop()  # stands for a read of maps that waits for the memory's lock
         return mapped(name, devices)
 
     monkeypatch.setattr(holders, "_mapped_devices", block)
-    monkeypatch.setattr(holders, "LOOK_PATIENCE", 0.4)
     began = time.monotonic()
     scan = holders.scan(DEVICES, deep, pids)
     assert time.monotonic() - began < PATIENCE
@@ -452,7 +473,11 @@ def test_a_process_that_blocks_the_look_hides_nobody(
 
 
 def test_who_has_stopped_a_look_stops_no_other(
-    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, workers: list[int]
+    python: Python,
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: list[int],
+    stop: Callable[[], None],
 ) -> None:
     """A look that is stopped leaves a copy of this program behind that nothing can end."""
     path = nodes.make("nvidia1", 195, 1)
@@ -461,14 +486,13 @@ def test_who_has_stopped_a_look_stops_no_other(
 
     def blocks(name: str, *more: Any, of: Any) -> Any:
         if str(pids[0]) in name:
-            time.sleep(60)
+            stop()
         return of(name, *more)
 
     def scan() -> holders.Scan:
         return holders.scan(DEVICES, True, pids, stoppers=stoppers)
 
     stoppers = holders.Stoppers()
-    monkeypatch.setattr(holders, "LOOK_PATIENCE", 0.4)
     with monkeypatch.context() as patch:
         patch.setattr(holders, where, functools.partial(blocks, of=holders._mapped_devices))
         for _ in range(3):
@@ -513,12 +537,16 @@ def test_two_looks_that_stop_at_its_mappings_say_nothing_of_its_descriptors() ->
 
 @pytest.mark.parametrize("limit", [0.3, 30.0])
 def test_who_stops_a_look_blocks_also_where_the_look_has_no_time_left(
-    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, limit: float
+    python: Python,
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: Callable[[], None],
+    limit: float,
 ) -> None:
     path = nodes.make("nvidia1", 195, 1)
     pid = python(BEGIN + "hold(sys.argv[1]); " + WAIT, path).pid
     monkeypatch.setattr(holders, "LOOK_PATIENCE", 0.6)
-    monkeypatch.setattr(holders, "_mapped_devices", lambda *_: time.sleep(60))
+    monkeypatch.setattr(holders, "_mapped_devices", lambda *_: stop())
     found = holders.scan(DEVICES, True, [pid], limit=limit)
     assert (found.late, found.holders[pid].blocks) == ({pid}, True)
 

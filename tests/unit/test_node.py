@@ -337,8 +337,10 @@ def test_a_command_is_read_by_a_child_that_can_be_abandoned(
     python: Python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = python("import time; print('ready', flush=True); time.sleep(60)").pid
-    assert "import time;" in node._command_of_stuck(pid)
-    assert node._command_of_stuck(2**22 + 1) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(node, "COMMAND_TIMEOUT", PATIENCE)
+        assert "import time;" in node._command_of_stuck(pid)
+        assert node._command_of_stuck(2**22 + 1) == ""
     # What gives no answer, as the memory of a process whose lock is held.
     silent = tmp_path / "silent"
     os.mkfifo(silent)

@@ -21,6 +21,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     verdict,
     work,
 )
+from tests.patience import PATIENCE
 
 
 class Idle:
@@ -68,11 +69,20 @@ def release(*specs: dict[str, Any], readers: Any = None, **more: Any) -> dict[st
 def test_the_signals_of_a_work_that_is_given_up_stay_in_the_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    signalled = threading.Event()
+
+    class Thread(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            assert signalled.wait(PATIENCE)
+            super().join(timeout)
+
     def climb(self: work.Work, rung: dict[str, Any]) -> dict[str, Any]:
         self.actions.append({"rung": rung["name"], "result": "sent"})
+        signalled.set()
         time.sleep(60)
         return {}
 
+    monkeypatch.setattr(program, "threading", SimpleNamespace(Thread=Thread))
     monkeypatch.setattr(work.Work, "release", climb)
     monkeypatch.setattr(deadline, "of_request", lambda _: 0.5)
     answer = release({"name": "node1"})["node1"]

@@ -250,6 +250,7 @@ def test_who_starts_it_and_how_to_stop_that(
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
     """A command that is found first; returns the file it writes its arguments to."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(restarts, "ASK_TIMEOUT", PATIENCE)
 
     def make(name: str, body: str) -> Path:
         command, said = tmp_path / name, tmp_path / (name + ".said")

@@ -97,7 +97,7 @@ def test_another_start_time_is_another_process(
     # A signal would have ended it by now.
     time.sleep(0.05)
     assert child.poll() is None
-    assert state(child.pid) in "SR"
+    assert state(child.pid) in "SRD"
 
 
 def test_a_number_that_nobody_has(grip: Take) -> None:
@@ -359,7 +359,7 @@ def test_mappings_that_cannot_be_read_are_not_waited_for(
     monkeypatch.setattr(holders, "read_bytes", block)
     monkeypatch.setattr(signals, "MAPS_LIMIT", 0.2)
     began = time.monotonic()
-    assert signals.why_stuck(child.pid)["state"] in "SR"
+    assert signals.why_stuck(child.pid)["state"] in "SRD"
     assert 0.15 < time.monotonic() - began < PATIENCE
 
 

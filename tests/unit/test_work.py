@@ -16,11 +16,12 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     node,
     nvidia_smi,
     owners,
+    restarts,
     turns,
     verdict,
     work,
 )
-from tests.patience import until
+from tests.patience import PATIENCE, until
 
 NAMESPACE = 2
 UUID = "GPU-0"
@@ -286,7 +287,7 @@ def signalled(outcome: str = "sent", proof: str = "PID namespace 7") -> dict[str
 @pytest.mark.parametrize("verb", ["release", "verify"])
 @pytest.mark.parametrize(("outcome", "verdict_of_it"), [("sent", "held"), ("gone", "clean")])
 def test_who_ends_after_a_rung_is_watched_like_who_ends_during_one(
-    machine: Machine, outcome: str, verdict_of_it: str, verb: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, outcome: str, verdict_of_it: str, verb: str
 ) -> None:
     readings = []
 
@@ -296,6 +297,8 @@ def test_who_ends_after_a_rung_is_watched_like_who_ends_during_one(
             machine.comes()
 
     part = machine.work(Reader(meanwhile=meanwhile))
+    # Longer than four readings take, however slow the machine.
+    monkeypatch.setattr(restarts, "WATCH", PATIENCE)
     part.earlier = [signalled(outcome, "cgroup /system.slice/vllm.service")]
     result = part.release(KILL) if verb == "release" else part.verify()
     assert result["verdict"] == verdict_of_it
