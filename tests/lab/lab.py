@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE
+
 from . import container as lxc
 from . import faults, freezer, linux, node, stuck
 from . import podman as podman_files
@@ -137,7 +139,7 @@ def in_host(init: int, cgroup: Path, body: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(code)
 
 
-def kill_cgroup(cgroup: Path, seconds: float = 10) -> None:
+def kill_cgroup(cgroup: Path, seconds: float = PATIENCE) -> None:
     """End every process in a cgroup subtree and remove its directories.
 
     Again and again until both are done: children of a killed `up` may still be on their way in.
@@ -196,7 +198,7 @@ def remove_tree(path: Path) -> None:
             shutil.rmtree(path)
         return not path.exists()
 
-    wait_until(gone, 20, f"the end of {path}")
+    wait_until(gone, PATIENCE, f"the end of {path}")
 
 
 @dataclass
@@ -370,7 +372,7 @@ class Lab:
         paths = self.paths
         # The cgroup first: whatever happens later, it is how `down` finds the processes.
         for name in ("controller", "helpers", "drivers"):
-            wait_until(partial(make_directory, paths.cgroup / name), 10, "a cgroup")
+            wait_until(partial(make_directory, paths.cgroup / name), PATIENCE, "a cgroup")
         self.write_state(plan)
         for host in plan.hosts:
             self.start_driver(host, plan.delay_ms)
@@ -532,15 +534,15 @@ class Lab:
 
     def wait_ready(self, host: Host, init: int) -> None:
         """Wait for the sshd of a host and of its containers, and for its driver."""
-        wait_until(lambda: listening(init), 10, f"sshd on {host.name}")
+        wait_until(lambda: listening(init), PATIENCE, f"sshd on {host.name}")
         for c in host.containers:
             self.wait_container(c)
-        wait_until(lambda: self.admin_ready(host), 10, f"the driver of {host.name}")
+        wait_until(lambda: self.admin_ready(host), PATIENCE, f"the driver of {host.name}")
 
     def wait_container(self, container: Container) -> None:
         """Wait for the sshd in a container."""
         cgroup = self.paths.ct_cgroup(container)
-        wait_until(lambda: listening(lxc.init_pid(cgroup)), 10, f"sshd in {container.name}")
+        wait_until(lambda: listening(lxc.init_pid(cgroup)), PATIENCE, f"sshd in {container.name}")
 
     def admin_ready(self, host: Host) -> bool:
         """Whether the host's driver answers."""
@@ -606,7 +608,7 @@ class Lab:
     def exchange(self, path: Path, request: bytes) -> bytes:
         """What whoever listens at `path` answers to a request."""
         with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(10)
+            client.settimeout(PATIENCE)
             client.connect(str(path))
             client.sendall(request)
             answer = b""
@@ -824,14 +826,14 @@ class Lab:
             found = (holder for holder in status["holders"] if holder["id"] == id)
             return next(found, {})
 
-        holder: dict[str, Any] = wait_until(known, 20, "the holder")
+        holder: dict[str, Any] = wait_until(known, PATIENCE, "the holder")
         return holder
 
     def await_report(self, fd: int) -> dict[str, Any]:
         """Wait until a holder reports on the descriptor it was given."""
         with os.fdopen(fd, "rb") as file:
-            if not select.select([file], [], [], 20)[0]:
-                raise LabError("the holder did not report within 20 s")
+            if not select.select([file], [], [], PATIENCE)[0]:
+                raise LabError(f"the holder did not report within {PATIENCE:g} s")
             line = file.readline()
         answer: dict[str, Any] = json.loads(line) if line else {"error": "the holder ended at once"}
         if "error" in answer:
@@ -843,10 +845,10 @@ class Lab:
         wanted = {"stopped": "T", "unkillable": "D", "dead-main-thread": "Z"}.get(kind)
         if wanted:
             pid = answer["outer_pid"]
-            wait_until(lambda: linux.process_state(pid) == wanted, 5, f"state {wanted}")
+            wait_until(lambda: linux.process_state(pid) == wanted, PATIENCE, f"state {wanted}")
         if kind == "unkillable":  # opening the file is state D too, but it ends
             pid = answer["outer_pid"]
-            wait_until(lambda: linux.in_read(pid), 5, "a read without end")
+            wait_until(lambda: linux.in_read(pid), PATIENCE, "a read without end")
         return answer
 
     def holders(self) -> list[dict[str, Any]]:
@@ -902,7 +904,9 @@ class Lab:
             if helper["stuck"]:
                 kill_exactly(helper["pid"], helper["start_time"], signal.SIGTERM)
         wait_until(
-            lambda: not any(is_there(pid, start) for pid, start in waiting), 10, f"the end of {id}"
+            lambda: not any(is_there(pid, start) for pid, start in waiting),
+            PATIENCE,
+            f"the end of {id}",
         )
         self.ask(host, {"op": "forget", "id": id})
 
@@ -1039,7 +1043,7 @@ class Lab:
             argv = ["systemctl", "start", "ssh"] if self.has_systemd(name) else ["/usr/sbin/sshd"]
             cgroup = self.entry_cgroup(name)
             in_host(init, cgroup, lambda: subprocess.run(argv, check=False).returncode)
-            wait_until(lambda: listening(init), 5, f"sshd on {name}")
+            wait_until(lambda: listening(init), PATIENCE, f"sshd on {name}")
         return {"mended": name}
 
     def set_link(self, name: str, state: str) -> None:

@@ -30,8 +30,8 @@ def fuser(lab: Lab, host: str, gpu: int) -> list[int]:
 
 
 def stat(lab: Lab, host: str, pid: int) -> str:
-    """The state letters that ps shows."""
-    return sh(lab, host, f"ps -o stat= -p {pid}").strip()
+    """The state letters that ps shows, but those for a priority, which is that of the tests."""
+    return sh(lab, host, f"ps -o stat= -p {pid}").strip().translate({ord("N"): "", ord("<"): ""})
 
 
 def mapped(lab: Lab, host: str, pid: int) -> list[str]:
@@ -61,10 +61,11 @@ def leftovers(name: str) -> list[str]:
             continue
         try:
             text = (entry / "cgroup").read_text() + (entry / "mountinfo").read_text()
+            command = (entry / "cmdline").read_bytes()
         except OSError:
             continue
         if f"gpuops-lab/{name}" in text:
-            found.append(f"process {entry.name}: {(entry / 'cmdline').read_bytes()!r}")
+            found.append(f"process {entry.name}: {command!r}")
     return found
 
 

@@ -254,7 +254,8 @@ def test_open_only(lab: Lab) -> None:
 def test_unkillable(lab: Lab, host: str) -> None:
     holder = lab.hold(host, gpus="0", kind="unkillable")
     sh(lab, host, f"kill -9 {holder['pid']}; sleep 0.2")
-    assert stat(lab, host, holder["pid"]).startswith("D")
+    # It wakes up for a moment.
+    assert until(lambda: stat(lab, host, holder["pid"]).startswith("D"))
     assert used(lab, host)[0] == 76115
     assert "request_wait_answer" in sh(lab, host, f"cat /proc/{holder['pid']}/wchan")
     lab.drop(holder["id"])
@@ -303,14 +304,20 @@ def test_a_container_process_can_escape_its_cgroup(lab: Lab) -> None:
 def test_release_takes_its_time(lab: Lab) -> None:
     holder = lab.hold("node1", gpus="0")
     started = time.monotonic()
-    after = sh(lab, "node1", f"kill -9 {holder['pid']}; {USED}").split()
-    assert after[0] == "76115"  # one reading right after a kill proves nothing
+    sh(lab, "node1", f"kill -9 {holder['pid']}")
     assert until(lambda: not any(used(lab, "node1")))
-    assert 0.13 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.13
+
+
+def test_one_reading_right_after_a_kill_proves_nothing(lab: Lab) -> None:
+    lab.fault("node1", "slow-release", "3000")  # more than a slow shell needs to ask
+    holder = lab.hold("node1", gpus="0")
+    after = sh(lab, "node1", f"kill -9 {holder['pid']}; {USED}").split()
+    assert after[0] == "76115"
 
 
 def test_slow_release_and_stuck(lab: Lab) -> None:
-    lab.fault("ct129", "slow-release", "700")
+    lab.fault("ct129", "slow-release", "3000")
     holder = lab.hold("ct129", gpus="0")
     lab.drop(holder["id"])
     time.sleep(0.3)
@@ -371,7 +378,7 @@ def test_hang_that_can_be_killed(lab: Lab) -> None:
 
 def test_hang_that_cannot_be_killed(lab: Lab) -> None:
     lab.fault("ct129", "smi-hang-d")
-    in_d = 'for i in $(seq 50); do grep -q "State:.D" /proc/$!/status && break; sleep 0.1; done'
+    in_d = 'for i in $(seq 200); do grep -q "State:.D" /proc/$!/status && break; sleep 0.1; done'
     command = f"nvidia-smi >/dev/null 2>&1 & {in_d}; sleep 0.2; kill -9 $!; sleep 0.1; "
     command += "ps -o stat= -p $!"
     assert sh(lab, "ct129", command).startswith("D")
@@ -546,10 +553,10 @@ def test_a_frozen_holder_outlives_sigkill_until_it_is_thawed(lab: Lab) -> None:
     pid = held["outer_pid"]
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.3)
-    assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"
+    assert until(lambda: process_state(pid) == "D")
     assert lab.status()["hosts"]["pve1"]["driver"]["used"][0] == 500
     lab.heal("ct129")
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 5, "its end")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), PATIENCE, "its end")
 
 
 def test_down_takes_frozen_holders_along(lab: Lab) -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.lab import Lab, LabError
+from tests.lab.lab import is_there
 from tests.lab.linux import process_state
 from tests.lab.look import descriptors, fuser, left_behind, mapped, sh, used
 from tests.lab.node import which_missing
 from tests.lab.systemd import INIT
-from tests.patience import until
+from tests.patience import PATIENCE, until
 
 MISSING = [*which_missing(), *(name for name in ("podman", "runc") if not shutil.which(name))]
 pytestmark = [
@@ -121,8 +122,9 @@ def test_service_of_a_users_own_systemd(lab: Lab, host: str) -> None:
 def test_drop_of_a_unit_that_always_restarts_and_cannot_be_killed(lab: Lab) -> None:
     holder = lab.hold("node9", gpus="0", unit="vllm", restart="always", kind="unkillable")
     os.kill(holder["outer_pid"], signal.SIGKILL)
-    time.sleep(0.1)  # it wakes up for a moment
-    assert process_state(holder["outer_pid"]) == "D"
+    time.sleep(0.1)
+    # It wakes up for a moment.
+    assert until(lambda: process_state(holder["outer_pid"]) == "D")
     lab.drop(holder["id"])
     assert not Path(f"/proc/{holder['outer_pid']}").exists()
     assert until(lambda: sh(lab, "node9", "systemctl is-active vllm").strip() != "deactivating")
@@ -180,7 +182,8 @@ def test_podman_container(lab: Lab, host: str, vantage: str) -> None:
 def test_podman_restarts_it_until_it_is_dropped(lab: Lab) -> None:
     holder = lab.hold("node1", gpus="0", podman="vllm", restart="always")
     os.kill(holder["outer_pid"], signal.SIGKILL)
-    assert until(lambda: not lab.alive(holder["id"])[holder["id"]])
+    # That it was gone may be over before it is looked at.
+    assert until(lambda: not is_there(holder["outer_pid"], holder["start_time"]))
     assert until(lambda: lab.alive(holder["id"])[holder["id"]])
     lab.drop(holder["id"])
     assert not sh(lab, "node1", "podman ps --all --quiet")
@@ -291,17 +294,26 @@ def test_mps_server_outlives_its_clients_until_it_is_told_to_quit(lab: Lab) -> N
     assert until(lambda: used(lab, "ct129")[0] == 66)
     assert mps(lab, "ct129", "quit") == (0, "")
     assert until(lambda: used(lab, "ct129")[0] == 0)
-    assert not sh(lab, "ct129", "pgrep nvidia-cuda-mps")
+    assert until(lambda: not sh(lab, "ct129", "pgrep nvidia-cuda-mps"))
 
 
 def test_mps_quit_after_a_time_leaves_a_client_its_memory(lab: Lab) -> None:
     lab.hold("node1", gpus="0", kind="mps")
     client = lab.hold("node1", gpus="0", mib=21009, mps_client=True)
-    command = "echo quit | timeout 0.3 nvidia-cuda-mps-control; echo $?"
-    assert sh(lab, "node1", command).strip() == "124"  # it waits for the client
-    with pytest.raises(LabError, match="no more clients"):
-        lab.hold("node1", mps_client=True)
+    quitting = lab.popen(["ssh", "node1", "echo quit | nvidia-cuda-mps-control"])
+
+    def refused() -> bool:
+        try:
+            early = lab.hold("node1", mps_client=True)
+        except LabError as error:
+            return "no more clients" in str(error)
+        lab.drop(early["id"])  # the word has not arrived yet
+        return False
+
+    assert until(refused)
+    assert quitting.poll() is None, "it waits for the client"
     assert mps(lab, "node1", "quit -t 1") == (0, "")
+    assert quitting.wait(PATIENCE) == 0
     assert until(lambda: used(lab, "node1")[0] == 21009)
     assert lab.alive(client["id"])[client["id"]]
 

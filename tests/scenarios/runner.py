@@ -291,7 +291,7 @@ class World:
             return None
 
         # It answers to its name only when it has set its title.
-        found: int = wait_until(listening, 5, f"sshd on {name}")
+        found: int = wait_until(listening, PATIENCE, f"sshd on {name}")
         return found
 
     def start_plain(self, name: str, title: str) -> int:
