@@ -15,8 +15,14 @@ import pytest
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import holders
 
-# No database: a test run leaves nothing behind. No deadline: other tests share the machine.
-hypothesis.settings.register_profile("gpuops", database=None, deadline=None, max_examples=100)
+# No database: a test run leaves nothing behind. Nothing is timed: other tests share the machine.
+hypothesis.settings.register_profile(
+    "gpuops",
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=100,
+)
 hypothesis.settings.load_profile("gpuops")
 
 Child = subprocess.Popen[str]

@@ -17,8 +17,14 @@ from gpuops.report import Report
 from tests.lab import Lab
 from tests.lab.node import which_missing
 
-# No database: a test run leaves nothing behind. No deadline: other tests share the machine.
-hypothesis.settings.register_profile("gpuops", database=None, deadline=None, max_examples=100)
+# No database: a test run leaves nothing behind. Nothing is timed: other tests share the machine.
+hypothesis.settings.register_profile(
+    "gpuops",
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=100,
+)
 hypothesis.settings.load_profile("gpuops")
 
 EVENTS = Path(__file__).parent / "events"
