@@ -59,7 +59,7 @@ class Crowd:
         self.wrong: list[str] = []
         self.late: list[dict[str, Any]] = []  # let go, and then ended by a signal
         self.struck: set[int] = set()
-        self.aimed = False
+        self.aimed = self.sure = False
         self.gpuops = gpuops
 
     def run(self) -> None:
@@ -80,15 +80,24 @@ class Crowd:
                 self.innocent(0)
 
     def obey(self, word: str) -> None:
-        """``start`` a while of coming and going; ``strike``; or the ``truth`` of what was done."""
+        """``start`` a while of coming and going; ``strike``; or the ``truth`` of what was done.
+
+        ``done`` is answered when those who were struck are gone and their numbers have passed on.
+        """
         if word == "start":
             self.churn_until = time.monotonic() + self.random.uniform(0.2, 0.8)
             return
         if word == "strike":
             self.strike()
             return
-        if word == "aimed":
-            self.aimed = True
+        if word == "done":
+            while self.struck:
+                self.reap()
+                time.sleep(0.001)
+            os.write(self.answers, b"\n")
+            return
+        if word in ("aimed", "sure"):
+            self.aimed, self.sure = word == "aimed", word == "sure"
             return
         holders = [pid for pid, kind in self.kinds.items() if kind in HELD and holds(pid)]
         answer = {
@@ -163,6 +172,8 @@ class Crowd:
         start = self.random.choice([0, 0.01, 0.04])
         if self.aimed and wanted:
             monitor, start, seconds = True, 2 * AIM, 10 * AIM
+        if self.sure and wanted:
+            monitor, start, seconds = True, 0, 10 * AIM
         runs = self.random.random() < 0.15
         if self.fork("monitor" if monitor else "innocent", wanted):
             return
@@ -298,6 +309,9 @@ class Operator:
         # Always the hardest moment: holders end after the scan, before it is read who they are.
         # That then reads somebody just forked, who is a protected monitor when it is signalled.
         self.aimed = aimed
+        # Where a guard is missing that has to show on a slow machine too, whose crowd needs longer
+        # for a change of hands than a pause takes.
+        self.sure = guards != "all" and not aimed
         self.answers = os.fdopen(answers, encoding="utf-8")
         self.checked = 0.0  # when the last re-check of the holders to be signalled began
         self.sends: list[tuple[int, float]] = []
@@ -310,7 +324,9 @@ class Operator:
     def pause(self) -> None:
         """What a busy node may do to us anywhere: nothing, or some milliseconds."""
         if self.random.random() < 0.5:
-            os.write(self.commands, b"strike\n")
+            os.write(self.commands, b"strike done\n" if self.sure else b"strike\n")
+            if self.sure:
+                self.answers.readline()
         time.sleep(self.random.choice([0.0, 0.0, 0.005, 0.03, 0.06]))
 
     def watch(self, holders: Any, node: Any, work: Any, signals: Any, guards: str) -> None:
@@ -426,7 +442,8 @@ class Operator:
 
     def play(self, rungs: list[dict[str, Any]]) -> dict[str, Any]:
         """One round: climb while they come and go, and again until nobody is left."""
-        os.write(self.commands, b"aimed start\n" if self.aimed else b"start\n")
+        os.write(self.commands, b"aimed\n" if self.aimed else b"sure\n" if self.sure else b"")
+        os.write(self.commands, b"start\n")
         time.sleep(self.random.uniform(0.01, 0.1))
         self.sends = []
         outcomes: Counter[str] = Counter()
