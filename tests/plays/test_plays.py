@@ -74,7 +74,8 @@ def play(lab: Lab, tmp_path: Path) -> Callable[..., Played]:
                 stderr=subprocess.STDOUT,
             )
             try:
-                if until(lambda: popen.poll() is not None or (folder / "waits").exists()):
+                waits = folder / "waits"
+                if until(lambda: popen.poll() is not None or waits.exists(), 6 * PATIENCE):
                     if popen.poll() is None:
                         meanwhile()
                     (folder / "go").touch()

@@ -47,7 +47,7 @@ def clean_environment() -> dict[str, str]:
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    made = Lab("wheel")
+    made = Lab(f"wheel-{os.getpid()}")
     made.up(cts="129", nodes=0)
     yield made
     made.down()

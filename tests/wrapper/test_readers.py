@@ -19,6 +19,7 @@ import pytest
 from gpuops import history
 from gpuops.report import Report
 from tests.lab import Lab
+from tests.patience import until
 
 GPUOPS = [sys.executable, "-m", "gpuops"]
 XOFF, XON = b"\x13", b"\x11"
@@ -89,12 +90,8 @@ def start(lab: Lab, tmp_path: Path) -> Iterator[Start]:
 
 def remembered(folder: Path) -> dict[str, Any]:
     """The run, as soon as it is in the history."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        for entry in history.read(folder):
-            return entry
-        time.sleep(0.1)
-    raise AssertionError("the run waits for its reader")
+    assert until(lambda: list(history.read(folder)), 60), "the run waits for its reader"
+    return next(iter(history.read(folder)))
 
 
 @pytest.mark.lab
@@ -115,9 +112,7 @@ def test_a_reader_that_stops_holds_up_nothing_but_the_screen(
     entry = remembered(tmp_path)
     assert (entry["verdict"], entry["changed"]) == ("clean", True)
     assert run.poll() is None, "it has shown its result to nobody"
-    until = time.monotonic() + 10
-    while not file.exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    assert until(file.exists)
     assert Report.from_json(file.read_text()).clean
     if place is stopped_terminal:
         os.write(reads, XON)
@@ -138,7 +133,7 @@ def test_ctrl_c_ends_a_run_whose_reader_has_stopped(
     remembered(tmp_path)
     time.sleep(1)
     run.send_signal(signal.SIGINT)
-    assert run.wait(10) == 130
+    assert run.wait(30) == 130
     os.close(reads)
 
 

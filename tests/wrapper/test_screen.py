@@ -174,7 +174,9 @@ def test_what_needs_a_look_comes_first_and_the_rest_is_counted() -> None:
     assert text[1].startswith("x ")
     assert text[2].startswith("h0 ")
     assert len(text) <= 24
-    assert re.match(r"491 of 500 hosts done, 0 s; 480 not shown here, 480 of these clean", text[-1])
+    assert re.match(
+        r"491 of 500 hosts done, \d+ s; 480 not shown here, 480 of these clean", text[-1]
+    )
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
