@@ -50,9 +50,10 @@ class Outcome:
     ``would_kill``: in check mode, who would be signalled, by rung.
     ``spares``: who is reported as seen and left alone. ``says``: words in the output, ``silent``:
     words that are not. ``changed``: hosts counted as changed. ``executions``: by host, remote
-    commands at most. ``within``: seconds at most. ``used_mib``: by machine, what the driver has
-    in use afterwards on its GPUs (else a clean machine must have none). ``leaves``: processes of
-    ours that may stay behind because nothing can end them, and how many at most.
+    commands at most. ``within``: seconds at most, on an idle machine. ``used_mib``: by machine,
+    what the driver has in use afterwards on its GPUs (else a clean machine must have none).
+    ``leaves``: processes of ours that may stay behind because nothing can end them, and how many
+    at most.
     """
 
     exit: int = 0
