@@ -437,7 +437,7 @@ def test_a_pipe_that_nobody_opens_holds_up_nothing_else(
     with out.open("w") as stream:
         run = subprocess.Popen([*GPUOPS, *asked], stdout=stream, cwd=ROOT)
     try:
-        assert until(lambda: "1 host: 1 " in out.read_text())
+        assert until(lambda: "1 host: 1 " in out.read_text(), 3 * PATIENCE)
         assert Report.from_json(file.read_text()).hosts[0].name == "node1"
         assert (tmp_path / "history.jsonl").read_text()
         assert run.poll() is None
