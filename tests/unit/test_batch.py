@@ -72,7 +72,7 @@ class Machine:
             input=text,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=6 * PATIENCE,
             check=False,
             cwd=cwd,
             env={**os.environ, **environment},
@@ -670,7 +670,7 @@ def test_a_proc_of_another_namespace_makes_everything_unknown(machine: Machine) 
         input=text,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=6 * PATIENCE,
         check=True,
     )
     answer = json.loads(ran.stdout.splitlines()[-1][len(batch.SENTINEL) :])
@@ -806,7 +806,7 @@ try:
 except batch.Overdue:
     print("overdue", flush=True)
 if sys.argv[1] == "leads":
-    child.wait(20)
+    child.wait(60)
 time.sleep(0.2)
 print(child.poll())
 child.kill()
@@ -822,7 +822,7 @@ def test_what_a_worker_waited_for_is_ended_where_it_leads_its_group(
         env={**os.environ, "PYTHONPATH": str(root / "collections")},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=6 * PATIENCE,
         check=False,
     )
     assert (ran.stdout.split(), ran.returncode) == (["overdue", code], 0), ran.stderr

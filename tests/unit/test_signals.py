@@ -155,7 +155,7 @@ def test_a_number_that_was_given_to_another_process(root: Path, kind: str) -> No
         [*unshare, sys.executable, "-c", REUSE, str(root / "collections"), kind],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=3 * PATIENCE,
         check=False,
     )
     assert ran.stderr == ""

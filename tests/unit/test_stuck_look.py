@@ -29,7 +29,7 @@ start("-c", hold + "time.sleep(600)", point + "/models/nvidia-weights")
 try:
     with open(program) as text:
         ran = subprocess.run(
-            ["/usr/bin/python3", "-IS", "-"], stdin=text, capture_output=True, text=True, timeout=30
+            ["/usr/bin/python3", "-IS", "-"], stdin=text, capture_output=True, text=True, timeout=90
         )
     stats = [open(f"/proc/{pid}/stat").read() for pid in os.listdir("/proc") if pid.isdigit()]
     stuck = [stat for stat in stats if stat.rpartition(")")[2].split()[0] == "D"]
