@@ -289,6 +289,12 @@ def _variables(
     return asked
 
 
+def _said(value: Any) -> tuple[str, ...]:
+    """The words of a variable; whether they are sound is for the collection to say."""
+    words = value if isinstance(value, list | tuple) else str(value).split(",")
+    return () if value is None else tuple(str(word).strip() for word in words)
+
+
 def _run(
     collector: Collector,
     limit: str | Iterable[str],
@@ -312,6 +318,9 @@ def _run(
     def report(ended: str = "") -> Report:
         return collector.report(
             limit=hosts,
+            gpus=_said(variables.get("gpuops_gpus")),
+            scope=str(variables.get("gpuops_scope") or ""),
+            profile=str(variables.get("gpuops_profile") or ""),
             started=started.isoformat(timespec="milliseconds"),
             seconds=time.monotonic() - began,
             ended=ended,

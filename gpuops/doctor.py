@@ -38,7 +38,9 @@ def there(report: Report) -> Iterator[Finding]:
     """What a status found out about each machine; of what stands in the way, the first thing."""
     for host in report.hosts:
         if host.verdict in READABLE:
-            yield True, f"{host.name}: reached{_way(host)}, {_gpus(host)}, {host.verdict}", ""
+            part = f" ({host.part})" if host.part else ""
+            text = f"{host.name}: reached{_way(host)}, {_gpus(host)}, {host.verdict}{part}"
+            yield True, text, ""
             for problem in host.problems:
                 yield True, f"{host.name}: {problem}", ""
         else:

@@ -55,6 +55,7 @@ class _Seen:
     acting: str = ""
     route: str = ""
     vmid: int = 0
+    only_gpus: tuple[str, ...] = ()
     ladder: list[str] = field(default_factory=list)
     rung: str = ""
     """The rung that is climbed, as long as it has given no result."""
@@ -143,6 +144,7 @@ class Collector:
         seen.route, seen.acting = str(result["route"]), str(result["acting"])
         target = result.get("target") or {}
         seen.vmid = int(target.get("vmid") or 0)
+        seen.only_gpus = tuple(map(str, target.get("gpus") or ()))
         seen.ladder = [str(rung["name"]) for rung in result.get("rungs") or []]
         if seen.look:
             return  # the role gpu_verify routes once more
@@ -219,6 +221,9 @@ class Collector:
         self,
         *,
         limit: str = "",
+        gpus: tuple[str, ...] = (),
+        scope: str = "",
+        profile: str = "",
         started: str = "",
         seconds: float = 0.0,
         ended: str = "",
@@ -238,6 +243,9 @@ class Collector:
             verb=self.verb,
             check=self.check,
             limit=limit,
+            gpus=gpus,
+            scope=scope,
+            profile=profile,
             started=started,
             seconds=round(seconds, 3),
             ended=ended,
@@ -311,6 +319,7 @@ class Collector:
             ),
             rungs=tuple(seen.rungs),
             scope=str(look.get("scope", "")),
+            only_gpus=seen.only_gpus,
             problems=tuple(str(each) for each in look.get("problems") or []),
             timings={name: round(value, 3) for name, value in timings.items()},
         )

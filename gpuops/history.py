@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.errors import UsageError
-from gpuops.report import Host, Process, Report
+from gpuops.report import Host, Process, Report, only
 
 SCHEMA = "gpuops.history/1"
 NAME = "history.jsonl"
@@ -69,6 +69,7 @@ def entry(report: Report, host: Host) -> dict[str, Any]:
         "check": report.check,
         "host": host.name,
         "verdict": host.verdict,
+        "only_gpus": list(host.only_gpus),
         "changed": host.changed,
         "reason": host.reason,
         "route": host.route,
@@ -162,8 +163,11 @@ def moment(text: str) -> datetime:
 
 
 def tell(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """The entries as lines, then for each host when it was last proved clean, and who held it."""
-    last_clean: dict[str, dict[str, Any]] = {}
+    """The entries as lines, then for each host when it was last proved clean, and who held it.
+
+    A proof about some GPUs of a host is none of the host, so it is told beside that.
+    """
+    last_clean: dict[str, dict[str, dict[str, Any]]] = {}
     holders: dict[str, dict[str, Any]] = {}
     names: dict[str, None] = {}
     for each in entries:
@@ -172,22 +176,32 @@ def tell(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
         verb = (
             f"{each['verb']} --check" if each["check"] and each["verb"] == "reset" else each["verb"]
         )
-        yield f"{when(each['time'])}  {name}  {verb}: {each['verdict']}; {each['reason']}"
+        some = part(each)
+        about = f"{each['verdict']} ({some})" if some else each["verdict"]
+        yield f"{when(each['time'])}  {name}  {verb}: {about}; {each['reason']}"
         for held in each["held"]:
             yield f"    {who(held)}"
         if each["held"] and not (each["verdict"] == "clean" and not each["changed"]):
             holders[name] = each
         if each["verdict"] == "clean":
-            last_clean[name] = each
+            # One of the whole host is one of all its parts too.
+            last_clean[name] = {**(last_clean.get(name, {}) if some else {}), some: each}
     for name in names:
-        clean, held = last_clean.get(name), holders.get(name)
-        if clean is None:
-            yield f"{name}: not proved clean in this time"
-        else:
-            yield f"{name}: last proved clean {when(clean['time'])} ({clean['verb']})"
+        proofs, held = last_clean.get(name, {}), holders.get(name)
+        if "" not in proofs:
+            yield f"{name}: not proved clean{' as a whole' if proofs else ''} in this time"
+        for some, clean in proofs.items():
+            about = f"{name}, {some}" if some else name
+            yield f"{about}: last proved clean {when(clean['time'])} ({clean['verb']})"
         if held is not None:
             people = "; ".join(who(each) for each in held["held"])
             yield f"{name}: last held ({when(held['time'])}) by {people}"
+
+
+def part(entry: dict[str, Any]) -> str:
+    """Which GPUs an entry is about, if not all of the host; older versions did not note it."""
+    gpus = entry.get("only_gpus")
+    return "all or some GPUs (not noted)" if gpus is None else only(gpus)
 
 
 def when(time: str) -> str:

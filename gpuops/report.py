@@ -185,11 +185,19 @@ class Host:
     """The rungs that had somebody to signal, in order."""
     scope: str = ""
     """Whose processes could be touched."""
+    only_gpus: tuple[str, ...] = ()
+    """The GPUs that the run was limited to here, as they were named on the command line or in the
+    inventory: the verdict says nothing of the host's others. Empty for all."""
     problems: tuple[str, ...] = ()
     """What could not be read although it did not stand in the way."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds: ``total`` from the first to the last event, ``node`` of work on the acting host,
     ``scan`` of the last look at all processes."""
+
+    @property
+    def part(self) -> str:
+        """What part of the host the verdict is about: ``only GPU 0, 1``; empty for all of it."""
+        return only(self.only_gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +241,13 @@ class Report:
     """Whether it was a run that only says what it would do."""
     limit: str = ""
     """The hosts that were asked for, in Ansible's words."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that were asked for. Empty where nothing was said of them: then each host's
+    ``only_gpus`` says whether its inventory names some."""
+    scope: str = ""
+    """Whose processes were asked for; empty where nothing was said of it."""
+    profile: str = ""
+    """Which rungs were asked for; empty where nothing was said of it."""
     started: str = ""
     """When it began, ISO 8601 in UTC."""
     seconds: float = 0.0
@@ -249,13 +264,25 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Whether every host was proved clean. A run over no host has proved nothing."""
+        """Whether every host was proved clean, of what was asked for (see ``part``).
+
+        A run over no host has proved nothing.
+        """
         return bool(self.hosts) and not self.ended and self.verdict == "clean"
 
     @property
     def verdict(self) -> Verdict:
         """The worst of all hosts' verdicts; ``unknown`` if there is no host."""
         return worst(host.verdict for host in self.hosts)
+
+    @property
+    def part(self) -> str:
+        """Which part of the hosts was looked at: ``only GPU 0, 1``; empty for all of all."""
+        parts = {host.part for host in self.hosts}
+        if len(parts) < 2:
+            return "".join(parts)
+        some = sum(bool(host.part) for host in self.hosts)
+        return f"only some GPUs of {some} host{'' if some == 1 else 's'}"
 
     @property
     def exit_code(self) -> int:
@@ -325,6 +352,12 @@ class Report:
             )
         report: Report = _decode(cls, data, "report")
         return report
+
+
+def only(gpus: Iterable[str]) -> str:
+    """Words for a limit to these GPUs; none where there is no limit."""
+    names = ", ".join(gpus)
+    return f"only GPU {names}" if names else ""
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

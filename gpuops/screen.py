@@ -92,11 +92,14 @@ def lines(report: Report, few: int = FEW) -> Iterator[tuple[str, str]]:
         yield f"warning: {warning}", "yellow"
     if report.ended:
         yield f"the run {report.ended}" if report.ended != "interrupted" else "interrupted", "red"
-    yield f"{sentence(report.totals, report.check)} ({report.seconds:.1f} s)", "bold"
+    part = f" ({report.part})" if report.part else ""
+    yield f"{sentence(report.totals, report.check)}{part} ({report.seconds:.1f} s)", "bold"
 
 
 def _host_lines(host: Host, width: int) -> Iterator[tuple[str, str]]:
-    yield f"{host.name:<{width}}  {host.verdict:<11}  {host.reason}", COLOURS[host.verdict]
+    part = f"{host.part}: " if host.part else ""
+    text = f"{host.name:<{width}}  {host.verdict:<11}  {part}{host.reason}"
+    yield text, COLOURS[host.verdict]
     indent = " " * (width + 2)
     if any(_used(host.before)) or any(_used(host.after)):
         text = _memory(host.before)

@@ -76,6 +76,9 @@ def prometheus(report: Report) -> str:
         return Gauge(f"gpuops_{name}", text, labels, registry=registry)
 
     verdict = gauge("verdict", "1 for the verdict on the host, 0 for the others", "host", "verdict")
+    part = gauge(
+        "some_gpus_clean", "1 if the GPUs that the run was limited to are clean", "host", "gpus"
+    )
     used = gauge("gpu_used_bytes", "Memory in use at the last reading", "host", "gpu", "uuid")
     before = gauge(
         "gpu_used_before_bytes", "Memory in use at the first reading", "host", "gpu", "uuid"
@@ -84,8 +87,13 @@ def prometheus(report: Report) -> str:
     spared = gauge("spared_processes", "Holders left alive on purpose", "host")
     rungs = gauge("rung_seconds", "How long a rung of the ladder took", "host", "rung")
     for host in report.hosts:
-        for word in SEVERITY:
-            verdict.labels(host.name, word).set(host.verdict == word)
+        if host.only_gpus:
+            part.labels(host.name, ",".join(host.only_gpus)).set(host.verdict == "clean")
+        # No sample, since a query for clean hosts would not look at a further label. What is not
+        # clean in part is not clean as a whole.
+        if not (host.only_gpus and host.verdict == "clean"):
+            for word in SEVERITY:
+                verdict.labels(host.name, word).set(host.verdict == word)
         for metric, gpus in ((before, host.before), (used, host.after)):
             for gpu in gpus:
                 if gpu.used_mib is not None:
@@ -94,7 +102,8 @@ def prometheus(report: Report) -> str:
         spared.labels(host.name).set(len(host.spared))
         for rung in host.rungs:
             rungs.labels(host.name, rung.name).set(rung.seconds)
-    gauge("run_clean", "1 if every host of the run was proved clean").set(report.clean)
+    if not (report.part and report.clean):
+        gauge("run_clean", "1 if every host of the run was proved clean").set(report.clean)
     gauge("run_seconds", "How long the run took").set(report.seconds)
     with contextlib.suppress(ValueError, OverflowError):
         began = _timestamp(report.started)

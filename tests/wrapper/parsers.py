@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpuops import Report, json_schema
 from gpuops.render import render
+from gpuops.text import plain
 
 SCHEMA = jsonschema.Draft202012Validator(json_schema())
 
@@ -59,6 +60,9 @@ def markdown_of(text: str, report: Report) -> None:
         " ".join(host.name.split()) for host in report.hosts
     )
     assert all(len(row) == 6 for row in rows)
+    for host in report.hosts:
+        told = [f"{host.verdict} ({host.part})"] if host.part else [host.verdict]
+        assert told in [row[1:2] for row in rows]
 
 
 # What Jenkins' schema of JUnit files allows of what we write.
@@ -88,6 +92,7 @@ def junit_of(text: str, report: Report) -> None:
     cases = suite.findall("testcase")
     assert len(cases) == len(report.hosts) + len(report.skipped) == int(suite.attrib["tests"])
     for case, host in zip(cases, report.hosts, strict=False):
+        assert case.attrib["name"].endswith(f"({host.part})" if host.part else host.name)
         bad = [*case.findall("failure"), *case.findall("error")]
         assert [each.attrib["type"] for each in bad] == (
             [] if host.verdict == "clean" else [host.verdict]
@@ -109,8 +114,23 @@ def prometheus_of(text: str, report: Report) -> None:
         for sample in families["gpuops_verdict"].samples
         if sample.value
     }
-    assert verdicts == {host.name: host.verdict for host in report.hosts}
-    assert families["gpuops_run_clean"].samples[0].value == report.clean
+    assert verdicts == {
+        host.name: host.verdict
+        for host in report.hosts
+        if not (host.only_gpus and host.verdict == "clean")
+    }
+    assert {
+        (sample.labels["host"], sample.labels["gpus"]): sample.value
+        for sample in families["gpuops_some_gpus_clean"].samples
+    } == {
+        (host.name, ",".join(host.only_gpus)): host.verdict == "clean"
+        for host in report.hosts
+        if host.only_gpus
+    }
+    if report.clean and any(host.only_gpus for host in report.hosts):
+        assert "gpuops_run_clean" not in families
+    else:
+        assert families["gpuops_run_clean"].samples[0].value == report.clean
     for sample in families["gpuops_gpu_used_bytes"].samples:
         host = next(each for each in report.hosts if each.name == sample.labels["host"])
         used = {(str(gpu.index), gpu.uuid): gpu.used_mib for gpu in host.after}
@@ -156,6 +176,12 @@ def html_of(text: str, report: Report) -> None:
     assert page.cells() == len(gpus)
     assert page.cells("zero") == sum(gpu.used_mib == 0 for gpu in gpus)
     assert page.cells("none") == sum(gpu.used_mib is None for gpu in gpus)
+    if report.part:  # in the title and in the heading
+        assert sum(word.endswith(f" ({plain(report.part)})") for word in page.words) >= 2
+    for host in report.hosts:
+        title = f"{host.name}: {host.verdict}" + (f" ({host.part})" if host.part else "")
+        assert plain(title) in [attrs.get("title") for _, attrs in page.tags]
+        assert not host.part or f" ({plain(host.part)})" in page.words
     allowed = {"html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "h3", "p"}
     allowed |= {"span", "b", "i", "section", "div", "small", "article", "header", "br"}
     assert {tag for tag, _ in page.tags} <= allowed | {"ul", "li", "code"}

@@ -65,6 +65,13 @@ SITUATIONS: dict[str, tuple[dict[str, Any], str, str, dict[str, Any], bool]] = {
     ),
     "plan-held": ({"hold": [HELD]}, "plan", "ct129,node1", {}, False),
     "verify-held": ({"hold": [HELD]}, "verify", "ct129", ONCE, False),
+    "verify-some": (
+        {"hold": [{"host": "node1", "gpus": "0"}]},
+        "verify",
+        "ct129,node1",
+        {"gpuops_gpus": "{{ [1] if inventory_hostname == 'node1' else [] }}"},
+        False,
+    ),
 }
 LEFT_OUT = ("diff", "earlier", "plan", "validate_args_context", "results", "exception")
 

@@ -214,6 +214,26 @@ def test_gpus_are_words(
     assert asked == {"gpuops_gpus": words}
 
 
+@pytest.mark.parametrize(
+    ("asked", "gpus"),
+    [
+        ({"gpus": 0}, ("0",)),
+        ({"gpus": "0, 2-3"}, ("0", "2-3")),
+        ({"variables": {"gpuops_gpus": 0}}, ("0",)),
+        ({"variables": {"gpuops_gpus": ["0", 1]}}, ("0", "1")),
+        ({}, ()),
+    ],
+)
+def test_the_report_says_what_was_asked_for(
+    planned: Any, inventory: Path, asked: dict[str, Any], gpus: tuple[str, ...]
+) -> None:
+    planned()
+    report = gpuops.plan("all", inventory, scope="everything", profile="now", **asked)
+    assert (report.gpus, report.scope, report.profile) == (gpus, "everything", "now")
+    asked.pop("gpus", None)
+    assert gpuops.plan("all", inventory, **asked).scope == ""
+
+
 def test_an_inventory_that_is_not_there() -> None:
     with pytest.raises(UsageError, match="gpuops init"):
         gpuops.status("all", "nowhere.yml")

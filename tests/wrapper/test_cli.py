@@ -626,6 +626,23 @@ def test_on_a_terminal_it_asks_and_keeps_to_what_it_showed(lab: Lab) -> None:
 
 
 @pytest.mark.lab
+def test_a_proof_of_one_gpu_is_never_told_as_one_of_the_host(lab: Lab, tmp_path: Path) -> None:
+    lab.hold("node1", gpus="2")
+    log = ("-l", "node1", "--log-dir", str(tmp_path))
+    prom = tmp_path / "x.prom"
+    done = typed(lab, "verify", *log, "--gpus", "1", "--output", f"prometheus={prom}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("node1  clean        only GPU 1: ")
+    assert last.startswith("1 host: 1 clean (only GPU 1) (")
+    assert not re.search(r"^gpuops_(verdict|run_clean)\b", prom.read_text(), re.M)
+    told = typed(lab, "history", *log).stdout
+    assert "verify: clean (only GPU 1); " in told
+    assert "node1: not proved clean as a whole in this time" in told
+    assert "node1, only GPU 1: last proved clean" in told
+
+
+@pytest.mark.lab
 def test_a_plan_that_no_longer_holds_ends_with_2(lab: Lab, tmp_path: Path) -> None:
     plan = str(tmp_path / "plan.json")
     lab.hold("ct129", gpus="0")

@@ -35,6 +35,7 @@ def verdicts(report: Report) -> dict[str, str]:
         ("status-unknown", {"ct129": "unknown"}, 13),
         ("plan-held", {"ct129": "held", "node1": "clean"}, 10),
         ("verify-held", {"ct129": "held"}, 10),
+        ("verify-some", {"ct129": "clean", "node1": "clean"}, 0),
     ],
 )
 def test_verdicts_and_exit_codes(
@@ -112,6 +113,15 @@ def test_who_outlived_sigkill_is_still_a_holder(replay: Replay) -> None:
     host = replay("reset-unkillable").hosts[0]
     assert "outlived SIGKILL" in host.reason
     assert len(host.holders) == 1
+
+
+def test_a_host_of_which_some_gpus_were_looked_at_says_which(replay: Replay) -> None:
+    """GPU 0 of node1 is held; the inventory limits the run to GPU 1 there."""
+    whole, part = replay("verify-some").hosts
+    assert (whole.only_gpus, whole.part) == ((), "")
+    assert (part.only_gpus, part.part) == (("1",), "only GPU 1")
+    assert part.holders[0].gpus == (0,)
+    assert replay("verify-some").part == "only some GPUs of 1 host"
 
 
 def test_unreachable_says_where(replay: Replay) -> None:

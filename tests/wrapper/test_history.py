@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -102,6 +103,7 @@ def test_an_entry_that_lacks_something_is_passed_over(replay: Replay, tmp_path: 
         {"held": 5},
         {"held": [5]},
         {"held": [{"gpus": 5}]},
+        {"only_gpus": 5},
         {"gpus": "NESTED"},
         {"held": "NESTED"},
     ],
@@ -156,6 +158,56 @@ def test_it_tells_when_it_was_clean_and_who_held_it(replay: Replay, tmp_path: Pa
     assert "python3" in held and "left: python3 -m sglang" in held
     assert any("KILL sent" in line for line in lines)
     assert not any("node1" in line for line in lines)
+
+
+def summary(entries: list[dict[str, Any]]) -> list[str]:
+    """The lines on when it was clean, without the times and the holders."""
+    lines = [re.sub(r" \d[-0-9]{9} [:0-9]{8}Z", "", line) for line in history.tell(entries)]
+    return [line for line in lines if re.match(r"node1.*: (last|not) proved clean", line)]
+
+
+ONE = "node1, only GPU 1: last proved clean (verify)"
+MORE = "node1, only GPU 2, 3: last proved clean (verify)"
+WHOLE = "node1: last proved clean (reset)"
+NONE = "node1: not proved clean as a whole in this time"
+
+
+@pytest.mark.parametrize(
+    ("runs", "lines"),
+    [
+        (["one"], [NONE, ONE]),
+        (["one", "more", "one"], [NONE, ONE, MORE]),
+        (["whole", "one"], [WHOLE, ONE]),
+        (["one", "whole"], [WHOLE]),
+    ],
+)
+def test_a_proof_of_some_gpus_is_none_of_the_host(
+    replay: Replay, runs: list[str], lines: list[str]
+) -> None:
+    whole, some = replay("reset-clean"), replay("verify-some")
+    node = some.hosts[1]
+    entries = {
+        "one": history.entry(some, node),
+        "more": history.entry(some, replace(node, only_gpus=("2", "3"))),
+        "whole": history.entry(whole, replace(whole.hosts[2], name="node1")),
+    }
+    assert summary([entries[name] for name in runs]) == lines
+
+
+def test_of_an_entry_that_does_not_say_which_gpus_none_is_guessed(
+    replay: Replay, tmp_path: Path
+) -> None:
+    """As of versions that did not note it."""
+    history.append(at(replay("verify-some"), 1), tmp_path)
+    file = tmp_path / history.NAME
+    old = [json.loads(line) for line in file.read_text().splitlines()]
+    for entry in old:
+        del entry["only_gpus"]
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in old))
+    assert summary(list(history.read(tmp_path, ["node1"]))) == [
+        NONE,
+        "node1, all or some GPUs (not noted): last proved clean (verify)",
+    ]
 
 
 def test_since(replay: Replay, tmp_path: Path) -> None:
