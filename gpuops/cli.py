@@ -21,6 +21,7 @@ EXIT_CODES = """\b
 Exit codes (the worst of all hosts wins):
    0  clean: proved, whether or not anything had to be done
    2  what was asked for, or the inventory, is wrong, or a file could not be written
+      (if that is the history: only a warning)
   10  held: somebody in scope still holds a GPU
   11  blocked: somebody else holds it, and is named
   12  unkillable: a process outlived SIGKILL
