@@ -20,6 +20,7 @@ from gpuops.options import RUN, options
 EXIT_CODES = """\b
 Exit codes (the worst of all hosts wins):
    0  clean: proved, whether or not anything had to be done
+   1  a bug of gpuops
    2  what was asked for, or the inventory, is wrong, or a file could not be written
       (if that is the history: only a warning)
   10  held: somebody in scope still holds a GPU
@@ -28,6 +29,16 @@ Exit codes (the worst of all hosts wins):
   13  unknown: it could not be read, or not in time
   14  unreachable
  130  Ctrl-C; the report so far is shown
+"""
+
+DOCTOR_CODES = """\b
+Exit codes (the worst of all machines wins):
+   0  all can be reached and read, whoever holds their GPUs
+   1  a bug of gpuops
+   2  what was asked for, or the inventory, is wrong
+  13  unknown: one could not be read, or not in time
+  14  unreachable
+ 130  Ctrl-C; what was found so far is shown
 """
 
 
@@ -150,7 +161,15 @@ def report(
 
 
 @gpuops.command()
-@options("limit", "log_dir")
+@click.option(
+    "-l",
+    "--limit",
+    metavar="HOSTS",
+    required=True,
+    help="Names of hosts that were in a run, with commas between; wildcards as in 'ct*', "
+    "or 'all'.",
+)
+@options("log_dir")
 @click.option(
     "--since",
     metavar="WHEN",
@@ -160,8 +179,8 @@ def report(
 def history(limit: str, log_dir: Path | None, since: str | None, json_: bool) -> None:
     """Tell when hosts were last proved clean, and who held them before.
 
-    Each run of status, plan, reset and verify is remembered. HOSTS are names here, with
-    wildcards as in 'ct*'; groups of the inventory are not known.
+    Each run of status, plan, reset and verify is remembered. Groups of the inventory are not
+    known here.
 
     \b
     gpuops history -l ct129 --since 7d
@@ -202,7 +221,7 @@ def _print(lines: Iterable[str]) -> int:
     return count
 
 
-@gpuops.command(epilog=EXIT_CODES)
+@gpuops.command(epilog=DOCTOR_CODES)
 @options("limit", "inventory", "timeout", "verbose")
 def doctor(limit: str, inventory: tuple[str, ...], timeout: float | None, verbose: int) -> None:
     """Find out whether machines can be reached, what they lack, and which GPUs they have.

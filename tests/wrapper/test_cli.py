@@ -21,7 +21,8 @@ import pexpect
 import pytest
 import yaml
 
-from gpuops import Interrupted, PlanError, Report, api, cli, options
+from gpuops import Interrupted, PlanError, Report, api, cli, doctor, options
+from gpuops.report import EXIT_CODES
 from gpuops.verbs import joined
 from tests.lab import Lab
 from tests.patience import PATIENCE, until
@@ -517,11 +518,23 @@ def test_a_working_folder_that_is_gone(
 def test_help_tells_the_exit_codes(call: Call, verb: str) -> None:
     done = call(*([verb] if verb else []), "--help")
     assert done.code == 0
-    for code in (0, 2, 10, 11, 12, 13, 14, 130):
+    for code in (0, 1, 2, 10, 11, 12, 13, 14, 130):
         assert re.search(rf"^ +{code}  \w", done.out, re.M)
     words = " ".join(done.out.split())
     assert "or a file could not be written (if that is the history: only a warning) 10" in words
     assert "&& gpuops" not in done.out, "on a held machine they do not end with 0"
+
+
+def test_help_of_doctor_tells_those_codes_that_it_has(call: Call) -> None:
+    told = re.findall(r"^ +(\d+)  \w", call("doctor", "--help").out, re.M)
+    ends = [EXIT_CODES[verdict] for verdict in EXIT_CODES if verdict not in doctor.READABLE]
+    assert sorted(map(int, told)) == sorted([0, 1, 130, *ends])
+
+
+def test_help_of_history_speaks_of_no_groups_to_name(call: Call) -> None:
+    words = " ".join(call("history", "--help").out.split())
+    assert "-l, --limit HOSTS Names of hosts that were in a run" in words
+    assert "Hosts or groups" not in words
 
 
 @pytest.mark.parametrize("shell", cli.SHELLS)
