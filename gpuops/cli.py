@@ -166,8 +166,7 @@ def report(
     "--limit",
     metavar="HOSTS",
     required=True,
-    help="Names of hosts that were in a run, with commas between; wildcards as in 'ct*', "
-    "or 'all'.",
+    help="Names of hosts that were in a run, with commas between; wildcards as in 'ct*', or 'all'.",
 )
 @options("log_dir")
 @click.option(

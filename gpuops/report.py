@@ -92,7 +92,9 @@ class Process:
     command: str
     """Command line, arguments joined with blanks."""
     owner: str
-    """Whose it is: ``container 129``, ``pod …``, ``job …``, ``unit …`` or ``node``."""
+    """Whose it is, in the collection's words: a kind, its name, and what is known beyond that, as
+    in ``lxc 129``, ``slurm 6 step batch``, ``unit ollama.service`` or ``user 0 session 1``;
+    ``host`` for the node's own outside of these, ``unknown`` where nothing proves it."""
     owner_evidence: str
     """What showed the owner, such as the cgroup path."""
     name: str = ""
@@ -114,17 +116,19 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One signal that was sent, or in check mode would have been."""
+    """One attempt to signal a process, or in check mode what would have been one."""
 
     process: Process
     signal: str
-    """Name of the signal: ``TERM``, ``INT`` or ``KILL``."""
+    """Name of the signal: ``TERM``, ``INT`` or ``KILL``; or ``quit``, which is none, but MPS told
+    to by its own command."""
     rung: str
     """Name of the rung that sent it."""
     result: str
     """What came of it: ``sent``, ``gone`` (ended before), ``let go`` (held nothing any more),
     ``changed`` (nobody to be signalled any more), ``unreadable`` (could not be looked at again),
-    ``not permitted``, or in check mode ``would be sent``."""
+    ``not permitted``, ``out of reach`` (an MPS whose pipes are elsewhere), what MPS answered if it
+    was told to quit in vain, or in check mode ``would be sent``."""
 
     def __str__(self) -> str:
         """``kill: KILL sent: python3 (pid 4) on /dev/nvidia0``."""
@@ -137,7 +141,7 @@ class Spared:
 
     process: Process
     reason: str
-    """Why it was left alive, and what to say to include it."""
+    """Why it was left alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

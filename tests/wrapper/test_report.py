@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from dataclasses import is_dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jsonschema
@@ -12,7 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuops import NotCleanError, Report, ReportError, json_schema
+from ansible_collections.gpuops.gpu.plugins.module_utils import arguments, owners
+from ansible_collections.gpuops.gpu.plugins.modules import gpu_release
+from gpuops import NotCleanError, Report, ReportError, json_schema, report
 from gpuops.render import FORMATS, render
 from gpuops.report import EXIT_CODES, OPTIONAL, SCHEMA, SEVERITY, Host, Verdict, totals
 from tests.wrapper.conftest import RECORDED, Replay
@@ -153,6 +159,41 @@ def test_odd_reports_can_be_shown_in_each_format(replay: Replay, started: str) -
 def test_a_field_of_a_later_version_is_left_out(replay: Replay) -> None:
     text = broken(replay, lambda data: data["hosts"][0].update(moon="full"))
     assert Report.from_json(text) == replay("reset-held")
+
+
+# --- what the fields are said to hold ---
+
+
+def told(record: str, name: str) -> set[str]:
+    """The words that are written as code in the description of a field."""
+    (found,) = (
+        each
+        for each in ast.parse(Path(report.__file__).read_text()).body
+        if isinstance(each, ast.ClassDef) and each.name == record
+    )
+    for each, after in pairwise(found.body):
+        if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == name:
+            return set(re.findall(r"``(.+?)``", ast.unparse(after)))
+    raise AssertionError(f"{record} has no {name}")
+
+
+def test_the_outcomes_and_signals_are_those_of_the_collection() -> None:
+    outcomes = re.search(r"and result \((V.*?)\)\.\n", gpu_release.RETURN, re.S)
+    assert outcomes and told("Action", "result") == set(re.findall(r"V\((.+?)\)", outcomes[1]))
+    assert told("Action", "signal") == set(arguments.RUNG["options"]["signal"]["choices"])
+
+
+def test_the_owners_are_such_as_the_collection_names() -> None:
+    groups = (
+        "/lxc/129/ns",
+        "/system.slice/slurmstepd.scope/job_6/step_batch/user/task_0",
+        "/system.slice/ollama.service",
+        "/user.slice/user-0.slice/session-1.scope",
+        "/",
+        "/elsewhere",
+    )
+    named = {str(owners.owner_of(f"0::{group}\n", [1], [1])) for group in groups}
+    assert told("Process", "owner") == named
 
 
 # --- verdict, exit code, raising ---
