@@ -130,8 +130,8 @@ def report(
 ) -> None:
     """Show an old report, or turn it into another format.
 
-    FILE is one that --output json=FILE or --json wrote; - is standard input. The exit code is
-    that of the report.
+    FILE is one that --json, --output json=FILE or --output jsonl=FILE wrote; - is standard input.
+    The exit code is that of the report.
 
     \b
     gpuops report night.json

@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -317,6 +317,11 @@ class Report:
         bad = [host for host in self.hosts if host.verdict != "clean"]
         return sorted(bad, key=lambda host: (-SEVERITY.index(host.verdict), host.name))
 
+    def of(self, hosts: Iterable[Host]) -> Report:
+        """This run with these hosts in place of its own."""
+        hosts = tuple(hosts)
+        return replace(self, hosts=hosts, totals=totals(hosts, len(self.skipped)))
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return asdict(self)
@@ -327,12 +332,12 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Report:
-        """Read what :meth:`to_json` wrote.
+        """Read what :meth:`to_json` wrote, or lines of ``--output jsonl``, which it puts together.
 
-        :raises ReportError: it is no report, or one of another schema.
+        :raises ReportError: it is no report, or one of another schema, or lines of several runs.
         """
         try:
-            return cls.from_dict(json.loads(text))
+            return _joined([cls.from_dict(each) for each in _documents(text)])
         except ValueError as error:
             raise ReportError(
                 f"this is no JSON ({error})", "give a file of --output json"
@@ -356,6 +361,29 @@ class Report:
             )
         report: Report = _decode(cls, data, "report")
         return report
+
+
+def _documents(text: str | bytes) -> list[Any]:
+    """What a file of JSON holds, or each line of a file of JSON lines."""
+    try:
+        return [json.loads(text)]
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        lines = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+        return [json.loads(line) for line in lines.splitlines()]  # of bytes only at line feeds
+
+
+def _joined(parts: list[Report]) -> Report:
+    """One report of those about one host each that were made of it."""
+    if not parts[1:]:
+        return parts[0]
+    whole = parts[0].of(host for part in parts for host in part.hosts)
+    if any(replace(part, hosts=whole.hosts, totals=whole.totals) != whole for part in parts):
+        raise ReportError(
+            "its lines are of more than one run", "give those of one, with the same 'started'"
+        )
+    return whole
 
 
 def only(gpus: Iterable[str]) -> str:

@@ -56,14 +56,12 @@ def render(report: Report, format: str) -> str:
 
 
 def json_lines(report: Report) -> str:
-    """One line a host, each a document of its own, with what is true of the whole run.
+    """One line a host, each the report of that host alone.
 
     In ASCII: some readers take other characters than the line feed for the end of a line.
     """
-    data = report.to_dict()
-    hosts = data.pop("hosts")
-    run = {name: data[name] for name in ("schema", "version", "verb", "check", "started", "ended")}
-    return "".join(json.dumps({**run, **host}) + "\n" for host in hosts)
+    alone = (report.of([host]) for host in report.hosts)
+    return "".join(json.dumps(each.to_dict()) + "\n" for each in alone)
 
 
 def prometheus(report: Report) -> str:

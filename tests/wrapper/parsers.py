@@ -34,9 +34,13 @@ def json_of(text: str, report: Report) -> None:
 
 
 def jsonl_of(text: str, report: Report) -> None:
-    read = [json.loads(line) for line in text.splitlines()]
-    assert [each["name"] for each in read] == [host.name for host in report.hosts]
-    assert all(each["schema"] == report.schema for each in read)
+    lines = text.splitlines()
+    for line in lines:
+        SCHEMA.validate(json.loads(line))
+    assert [Report.from_json(line).hosts for line in lines] == [(host,) for host in report.hosts]
+    if lines:
+        assert Report.from_json(text) == report.of(report.hosts)
+        assert Report.from_json(text.encode()) == Report.from_json(text)
 
 
 def cells(text: str) -> list[list[str]]:

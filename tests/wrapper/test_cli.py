@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from gpuops import Interrupted, PlanError, Report, api, cli, doctor, options
+from gpuops.render import render
 from gpuops.report import EXIT_CODES
 from gpuops.verbs import joined
 from tests.lab import Lab
@@ -340,6 +341,31 @@ def test_an_old_report_is_shown_again(
     assert done.code == 11
     assert "ct129  blocked" in done.out
     assert "| ct129 | blocked |" in (tmp_path / "x.md").read_text()
+
+
+def test_json_lines_are_put_together_again(
+    call: Call, answers: Any, replay: Replay, tmp_path: Path
+) -> None:
+    answers("reset", "reset-held")
+    file = tmp_path / "x.jsonl"
+    call("reset", "-l", "all", "--output", f"jsonl={file}")
+    assert len(file.read_text().splitlines()) == 2
+    done = call("report", str(file), "--json")
+    assert done.code == 0 and Report.from_json(done.out) == replay("reset-held")
+
+
+def test_json_lines_of_several_runs_are_no_report(
+    call: Call, replay: Replay, tmp_path: Path
+) -> None:
+    file = tmp_path / "x.jsonl"
+    runs = (replay("reset-held"), replace(replay("reset-held"), started="2026-11-30"))
+    file.write_text("".join(render(run, "jsonl") for run in runs))
+    done = call("report", str(file))
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "gpuops: its lines are of more than one run",
+        "        give those of one, with the same 'started'",
+    ]
 
 
 def test_the_schema_is_printed(call: Call) -> None:
