@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -351,19 +352,22 @@ def _run(
         if collector.stats is None:
             raise
     if collector.stats is None or not collector.hosts:
+        said = _last_words(collector.text) or ["it said nothing"]
+        # It ends on a host that it does not know, whatever it says.
+        first = textwrap.shorten(said[0].replace(", ignoring:", ":"), 300, placeholder=" …")
         raise AnsibleError(
-            _last_words(collector.text),
+            f"Ansible ended without a result: {first}",
             "correct the inventory, or what was given after -l; -v shows all that Ansible says",
+            " ".join(said),
         )
     return report()
 
 
-def _last_words(said: list[str]) -> str:
+def _last_words(said: list[str]) -> list[str]:
     """What Ansible itself says of why there is no result.
 
     First its errors, then its warnings, which may be what led to them; without any, all of it.
     """
     errors = [text for text in said if text.startswith("[ERROR]") or "ERROR!" in text]
     warnings = [text for text in said if text.startswith("[WARNING]")]
-    text = " ".join([*errors, *warnings] or said).replace("[ERROR]: ", "")
-    return f"Ansible ended without a result: {text[:600] or 'it said nothing'}"
+    return [text.removeprefix("[ERROR]: ") for text in [*errors, *warnings] or said]

@@ -45,6 +45,7 @@ Exit codes (the worst of all machines wins):
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EXIT_CODES,
+    no_args_is_help=False,  # an error is two lines, this one too
 )
 @click.version_option(__version__, "--version", message="gpuops %(version)s")
 def gpuops() -> None:

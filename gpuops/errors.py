@@ -31,11 +31,11 @@ class PlanError(UsageError):
 
 
 class AnsibleError(GpuopsError):
-    """Ansible ended before it had a result; ``text`` holds its own words."""
+    """Ansible ended before it had a result; ``text`` holds its own words, all of them."""
 
-    def __init__(self, text: str, remedy: str) -> None:
-        self.text = text
-        super().__init__(text, remedy)
+    def __init__(self, what: str, remedy: str, text: str = "") -> None:
+        self.text = text or what
+        super().__init__(what, remedy)
 
 
 class ReportError(GpuopsError):

@@ -40,6 +40,24 @@ class Output(click.ParamType):  # type: ignore[type-arg]
         return [CompletionItem(each) for each in FORMATS if each.startswith(incomplete)]
 
 
+class Seconds(click.ParamType):  # type: ignore[type-arg]
+    """How long, above zero."""
+
+    name = "SECONDS"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """A number; click's own would speak of ranges of floats."""
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not number > 0:
+            self.fail(f"'{value}' is no number of seconds above zero")
+        return number
+
+
 def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The options of these names, in this order."""
     every = {
@@ -93,7 +111,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         "timeout": click.option(
             "--timeout",
             metavar="SECONDS",
-            type=click.FloatRange(min=0, min_open=True),
+            type=Seconds(),
             help="End the run after that long; hosts without an answer are unknown then.",
         ),
         "json": click.option(

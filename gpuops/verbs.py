@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,6 +21,9 @@ from gpuops.screen import Screen
 
 Targets = list[tuple[str, Path | None]]
 """What is to be written where; ``None`` is standard output."""
+
+# Options that set a variable of the collection, which has the same name after gpuops_.
+SETTING = ("gpus", "scope", "profile", "plan")
 
 # Hosts with these verdicts are in a plan; the others could not be looked at.
 PLANNED = ("clean", "held", "blocked")
@@ -55,6 +59,7 @@ def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fal
         except PlanError as error:
             found = error.report
             problems.append(error)
+        found = in_options(found, [name for name in SETTING if (given | more).get(name)])
         files, pipes = files_of(targets)
         # Before anything is shown: whoever reads it may have stopped to.
         problems += _keep(found, files, log_dir)
@@ -70,6 +75,21 @@ def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fal
         except KeyboardInterrupt:
             os._exit(130)  # all is kept, and a thread may be in the middle of a write for ever
     sys.exit(2 if any(isinstance(each, UsageError) for each in problems) else found.exit_code)
+
+
+def in_options(report: Report, typed: Iterable[str]) -> Report:
+    """The report in the words of whoever typed these options, where they set variables."""
+
+    def words(text: str) -> str:
+        for name in typed:
+            text = re.sub(rf"\bgpuops_{name}\b", f"--{name}", text)
+        return text
+
+    def host_of(host: Host) -> Host:
+        spared = tuple(replace(each, reason=words(each.reason)) for each in host.spared)
+        return replace(host, reason=words(host.reason), remedy=words(host.remedy), spared=spared)
+
+    return replace(report, hosts=tuple(map(host_of, report.hosts)))
 
 
 def targets_of(json_: bool, outputs: Iterable[tuple[str, Path | None]]) -> Targets:

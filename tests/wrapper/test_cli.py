@@ -145,7 +145,15 @@ def test_ctrl_c_shows_the_report_so_far(
             "more than one format",
             "FORMAT=FILE",
         ),
-        (["reset", "-l", "a", "--timeout", "0"], "'--timeout'", "see gpuops reset --help"),
+        *(
+            (
+                ["reset", "-l", "a", "--timeout", text],
+                f"'{text}' is no number of seconds above zero",
+                "see gpuops reset --help",
+            )
+            for text in ("0", "-1", "x", "nan", "")
+        ),
+        ([], "Missing command", "see gpuops --help"),
         (["reset", "-l", "a", "-i", "none.yml"], "none.yml is not there", "gpuops init"),
         (["reset", "-l", "a", "--plan", "none"], "does not exist", "see gpuops reset --help"),
         (["nosuch"], "No such command 'nosuch'", "see gpuops --help"),
@@ -162,6 +170,37 @@ def test_an_error_is_a_line_of_what_and_one_of_what_to_do(
     what, to_do = done.err.splitlines()
     assert what.startswith("gpuops: ") and says in what
     assert remedy in to_do
+
+
+@pytest.mark.parametrize(
+    ("inventory", "limit", "says"),
+    [
+        ("broken", "all", "Completely failed to parse inventory source FILE"),
+        ("sound", "nosuch", "Could not match supplied host pattern: nosuch"),
+    ],
+)
+def test_where_ansible_ends_the_first_that_it_says_is_the_error(
+    call: Call, tmp_path: Path, inventory: str, limit: str, says: str
+) -> None:
+    (tmp_path / "broken").write_text(Path("/etc/passwd").read_text())
+    (tmp_path / "sound").write_text("node1 ansible_connection=local\n")
+    file = tmp_path / inventory
+    done = call("status", "-l", limit, "-i", str(file))
+    assert done.code == 2
+    what, to_do = done.err.splitlines()
+    assert what == f"gpuops: Ansible ended without a result: {says.replace('FILE', str(file))}"
+    assert to_do.startswith("        correct the inventory, or what was given after -l")
+
+
+def test_what_was_typed_as_an_option_is_named_as_one(
+    call: Call, answers: Any, replay: Replay
+) -> None:
+    answers("reset", "reset-refused")
+    typed = call("reset", "-l", "all", "--scope", "user:alice").out
+    assert "--scope is 'user:alice'" in typed and "gpuops_" not in typed
+    # Set in the inventory, it is to be put right there.
+    assert "gpuops_scope is 'user:alice'" in call("reset", "-l", "all", "--gpus", "1").out
+    assert "gpuops_scope is 'user:alice'" in call("reset", "-l", "all").out
 
 
 def test_a_bug_is_no_traceback_either(call: Call, answers: Any) -> None:
