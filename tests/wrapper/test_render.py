@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -292,6 +293,47 @@ def test_the_page_in_a_browser(replay: Replay, tmp_path: Path, hosts: int) -> No
         scheme = "--blink-settings=preferredColorScheme=0"
         browse(page, scheme, "--window-size=1200,1500", f"--screenshot={dark}")
         assert max(first_pixel(dark)) < 40
+
+
+Colour = tuple[float, ...]
+
+
+def printed(page: Path) -> list[tuple[Colour, str]]:
+    """What Chromium puts on paper: each glyph, with its colour."""
+    paper = page.with_suffix(".pdf")
+    browse(page, "--no-pdf-header-footer", f"--print-to-pdf={paper}")
+    data = paper.read_bytes()
+    glyphs: list[tuple[Colour, str]] = []
+    for stream in re.finditer(rb"stream\r?\n", data):
+        try:
+            drawn = zlib.decompressobj().decompress(data[stream.end() :]).decode("latin-1")
+        except zlib.error:
+            continue
+        now: Colour = ()
+        for red, green, blue, text in re.findall(rf"{3 * '([.0-9]+) '}rg|<(\w+)> Tj", drawn):
+            if text:
+                glyphs += [(now, glyph) for glyph in re.findall("....", text)]
+            else:
+                now = (float(red), float(green), float(blue))
+    return glyphs
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_the_page_on_paper(replay: Replay, tmp_path: Path) -> None:
+    """Black or dark on white, and nothing is cut off: on paper no pointer shows the rest."""
+    page = tmp_path / "report.html"
+    report = replay("reset-blocked")
+    rung = replace(report.hosts[0].rungs[0], name="Q" * 30)
+    host = replace(report.hosts[0], name="W" * 200, rungs=(rung,) * 12)
+    write(replace(report, hosts=(host,)), "html", page)
+    glyphs = printed(page)
+    colours = Counter(colour for colour, _ in glyphs)
+    assert colours[0, 0, 0] > 400
+    assert colours.pop((1, 1, 1), 0) <= 1, "the mark in a cell that is filled"
+    assert all(min(colour) < 0.3 for colour in colours)
+    (_, names), (_, rungs) = Counter(glyph for _, glyph in glyphs).most_common(2)
+    assert names == 2 * 200, "in the fleet and above its own part"
+    assert rungs == 12 * 30
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
