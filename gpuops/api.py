@@ -40,6 +40,8 @@ def status(
     *,
     gpus: Gpus | None = None,
     scope: str | None = None,
+    profile: str | None = None,
+    check: bool = False,
     timeout: float | None = None,
     variables: Mapping[str, Any] | None = None,
     watch: Watch | None = None,
@@ -54,6 +56,8 @@ def status(
     :param gpus: only these, by index, UUID or PCI address.
     :param scope: whose processes count as the host's own: ``job:ID``, ``user:NAME`` or
         ``everything``.
+    :param profile: as for :func:`reset`, and like ``check`` of no effect here: all verbs take the
+        same, so that a program can leave open which it calls.
     :param timeout: seconds after which the run is ended; hosts without an answer are ``unknown``.
     :param variables: further variables of the collection's roles. They are no place for secrets.
     :param watch: is called with each :class:`~gpuops.events.Step` as it happens; in the thread that
@@ -65,7 +69,7 @@ def status(
     :raises AnsibleError: Ansible ended without a result.
     :raises Interrupted: Ctrl-C or ``cancel``; holds the report so far.
     """
-    asked = _variables(variables, gpus=gpus, scope=scope)
+    asked = _variables(variables, gpus=gpus, scope=scope, profile=profile)
     collector = Collector("status", False, watch)
     return _run(collector, limit, inventory, asked, timeout, verbosity, output, cancel)
 
@@ -78,6 +82,7 @@ def plan(
     scope: str | None = None,
     profile: str | None = None,
     write: str | os.PathLike[str] | None = None,
+    check: bool = False,
     timeout: float | None = None,
     variables: Mapping[str, Any] | None = None,
     watch: Watch | None = None,
@@ -85,7 +90,7 @@ def plan(
     output: Callable[[str], None] | None = None,
     cancel: threading.Event | None = None,
 ) -> Report:
-    """Whom would :func:`reset` signal? Signals nobody.
+    """Whom would :func:`reset` signal? Signals nobody, with or without ``check``.
 
     :param write: a file to write the plan to, for ``plan`` of :func:`reset`. One that is there
         stays as it is until the new one is there in full.
@@ -154,6 +159,8 @@ def verify(
     *,
     gpus: Gpus | None = None,
     scope: str | None = None,
+    profile: str | None = None,
+    check: bool = False,
     timeout: float | None = None,
     variables: Mapping[str, Any] | None = None,
     watch: Watch | None = None,
@@ -165,7 +172,7 @@ def verify(
 
     The parameters and the exceptions are those of :func:`status`.
     """
-    asked = _variables(variables, gpus=gpus, scope=scope)
+    asked = _variables(variables, gpus=gpus, scope=scope, profile=profile)
     collector = Collector("verify", False, watch)
     return _run(collector, limit, inventory, asked, timeout, verbosity, output, cancel)
 

@@ -234,6 +234,20 @@ def test_the_report_says_what_was_asked_for(
     assert gpuops.plan("all", inventory, **asked).scope == ""
 
 
+@pytest.mark.parametrize("verb", ["status", "plan", "reset", "verify"])
+def test_every_verb_takes_what_each_takes(
+    verb: str, inventory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a mode that changes nothing is Ansible's only where something would be changed."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(runner, "run", lambda *_, **given: asked.update(given))
+    same: dict[str, Any] = {"gpus": 0, "scope": "everything", "profile": "now", "timeout": 5}
+    with pytest.raises(AnsibleError):  # nothing was said of any host
+        getattr(gpuops, verb)("all", inventory, check=True, **same)
+    assert asked["variables"]["gpuops_profile"] == "now"
+    assert asked["check"] is (verb == "reset")
+
+
 def test_an_inventory_that_is_not_there() -> None:
     with pytest.raises(UsageError, match="gpuops init"):
         gpuops.status("all", "nowhere.yml")
