@@ -761,6 +761,7 @@ def test_init_and_the_sample_of_the_checkout_say_the_same(root: Path) -> None:
     [
         ("status-held", 0, "ok   ct129: reached through pve1 for container 129, 2 NVIDIA H200"),
         ("status-unknown", 13, "BAD  ct129: unknown through pve1 for container 129: "),
+        ("verify-some", 0, "driver 580.159.04), clean (only GPU 1)"),
         ("reset-unreachable", 14, "BAD  ct130: unreachable through pve1"),
         ("reset-refused", 2, "BAD  ct129: refused: gpuops_scope is"),
     ],

@@ -86,6 +86,17 @@ def test_of_500_hosts_the_clean_are_counted_and_the_bad_come_first(replay: Repla
     assert any("499 more are clean" in line for line in text)
 
 
+def test_that_some_gpus_were_not_looked_at_is_said_also_of_those_that_are_counted(
+    replay: Replay,
+) -> None:
+    report = replay("verify-some")
+    assert re.search(r"^node1  clean        only GPU 1: 1 of 1 GPUs", text_of(report), re.M)
+    assert "2 hosts: 2 clean (only some GPUs of 1 host) (" in text_of(report)
+    hosts = tuple(replace(report.hosts[1], name=f"node{n}") for n in range(30))
+    many = text_of(report.of(hosts))
+    assert "30 more are clean" in many and "30 hosts: 30 clean (only GPU 1) (" in many
+
+
 def test_a_clean_host_where_somebody_was_signalled_is_never_only_counted(replay: Replay) -> None:
     assert "ct129  clean" in re.sub(" +", "  ", text_of(fleet(replay("reset-held"), 40)))
 
