@@ -145,6 +145,7 @@ class Driver:
         self.homes: dict[str, str] = {}  # holder id -> host or container name
         # holder id -> what ends whatever starts it again: host, command (for sh, inside that host)
         self.endings: dict[str, dict[str, str]] = {}
+        self.dropped: set[str] = set()  # holder ids that the lab has dropped
         self.failures: dict[str, str] = {}  # holder id -> why it could not hold
         self.faults: list[Fault] = []
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -518,6 +519,7 @@ class Driver:
             "holders": [self.describe(holder) for holder in self.holders],
             "helpers": self.helpers_of,
             "homes": self.homes,
+            "dropped": sorted(self.dropped),
             "endings": self.endings,
             "failures": self.failures,
             "faults": [vars(fault) for fault in self.faults],
@@ -536,6 +538,7 @@ class Driver:
 
     def op_forget(self, id: str) -> dict[str, Any]:
         """The lab dropped a holder."""
+        self.dropped.add(id)
         self.helpers_of.pop(id, None)
         self.homes.pop(id, None)
         self.endings.pop(id, None)

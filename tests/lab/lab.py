@@ -590,7 +590,8 @@ class Lab:
         """Like init, but an error when it does not run."""
         pid = self.init(name)
         if not pid:
-            raise LabError(f"{name} is not running")
+            stopped = f"; run: start {name}" if self.plan().container(name) else ""
+            raise LabError(f"{name} is not running{stopped}")
         return pid
 
     def ask(self, host: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -860,7 +861,11 @@ class Lab:
 
     def alive(self, *ids: str) -> dict[str, bool]:
         """Which holders are alive; a respawned one counts."""
-        living = {holder["id"] for holder in self.holders() if holder["alive"]}
+        said = [self.ask(host.name, {"op": "status"}) for host in self.plan().hosts]
+        known = {id for status in said for id in (*status["homes"], *status["dropped"])}
+        if unknown := sorted(set(ids) - known):
+            raise BadValue(f"no holder {', '.join(unknown)} was ever here; status lists them all")
+        living = {each["id"] for status in said for each in status["holders"] if each["alive"]}
         return {id: id in living for id in ids}
 
     def drop(self, which: str = "all") -> dict[str, Any]:
@@ -989,6 +994,8 @@ class Lab:
     def start(self, name: str) -> dict[str, Any]:
         """Start a container that was stopped."""
         container = self.need_container(name)
+        if self.init(name):
+            raise LabError(f"{name} is running; to start it anew, first: stop {name}")
         host = self.plan().host(name)
         init = self.running_init(host.name)
         rootfs = Path(f"/proc/{init}/root/var/lib/lxc/{container.vmid}/rootfs")
@@ -1022,6 +1029,7 @@ class Lab:
 
     def cut(self, name: str, silent: bool = False) -> dict[str, Any]:
         """Make a host unreachable: end its sshd, or with silent take its cable away."""
+        self.running_init(name)
         if silent:
             self.set_link(name, "down")
             return {"cut": name, "silent": True}
@@ -1037,8 +1045,8 @@ class Lab:
 
     def mend(self, name: str) -> dict[str, Any]:
         """Make a host reachable again."""
-        self.set_link(name, "up")
         init = self.running_init(name)
+        self.set_link(name, "up")
         if not listening(init):
             argv = ["systemctl", "start", "ssh"] if self.has_systemd(name) else ["/usr/sbin/sshd"]
             cgroup = self.entry_cgroup(name)

@@ -119,7 +119,7 @@ def parse_systemd(text: str) -> tuple[str, set[int]]:
     return ",".join(others), nodes
 
 
-def parse_cts(text: str) -> list[tuple[int, str]]:
+def parse_cts(text: str, option: str = "--cts") -> list[tuple[int, str]]:
     """'129,130,231@pve2' -> [(129, 'pve1'), (130, 'pve1'), (231, 'pve2')]; 'none' -> []."""
     result: list[tuple[int, str]] = []
     if text.strip() in ("", "none"):
@@ -127,13 +127,13 @@ def parse_cts(text: str) -> list[tuple[int, str]]:
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?(?:@(pve[1-9]\d?))?\s*", word)
         if not match:
-            raise BadValue(f"--cts: cannot read {word!r}; write 129, 129-168 or 231@pve2")
+            raise BadValue(f"{option}: cannot read {word!r}; write 129, 129-168 or 231@pve2")
         first, last = int(match[1]), int(match[2] or match[1])
         if not 100 <= first <= last <= 65535:
-            raise BadValue(f"--cts: {word!r}: container numbers run from 100 to 65535")
+            raise BadValue(f"{option}: {word!r}: container numbers run from 100 to 65535")
         result += [(vmid, match[3] or "pve1") for vmid in range(first, last + 1)]
     if len(set(result)) != len(result):
-        raise BadValue("--cts: the same container twice")
+        raise BadValue(f"{option}: the same container twice")
     return result
 
 
@@ -198,11 +198,12 @@ def make_plan(
     if delay_ms < 0:
         raise BadValue("--delay-ms: 0 or more")
     wanted = parse_cts(cts)
-    own = {pair for pair in parse_cts(own_nodes)}
+    own = {pair for pair in parse_cts(own_nodes, "--own-nodes")}
     if own - set(wanted):
         raise BadValue("--own-nodes: names a container that --cts does not")
     systemd_cts, systemd_nodes = parse_systemd(systemd)
-    with_systemd, mapped = parse_cts(systemd_cts), parse_cts(unprivileged)
+    with_systemd = parse_cts(systemd_cts, "--systemd")
+    mapped = parse_cts(unprivileged, "--unprivileged")
     wanted += [pair for pair in dict.fromkeys(with_systemd + mapped) if pair not in wanted]
     vmids = [vmid for vmid, _ in wanted]
     # pve1 is always there unless nothing but bare nodes was asked for.

@@ -433,7 +433,9 @@ def test_bad_requests_are_one_line(lab: Lab) -> None:
         "up --delay-ms -5",
         "up --minor-shift -3",
         "up --minor-shift 250",
+        "up --systemd ct129",
         "drop nothing",
+        "alive nosuch",
         "stop ct999",
     ],
 )
@@ -446,6 +448,36 @@ def test_bad_values_end_with_2_and_one_line(
     assert said.out == ""
     assert said.err.startswith("lab: ") and said.err.count("\n") == 1
     assert lab.status() == before
+
+
+def test_what_cannot_be_done_to_a_container_is_said_at_once(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Starting what runs, mending or cutting what is stopped: one line, and nothing is broken."""
+
+    def said(line: str) -> str:
+        assert main(line.split()) == 1
+        return capsys.readouterr().err
+
+    assert said("start ct130") == "lab: ct130 is running; to start it anew, first: stop ct130\n"
+    lab.mend("ct130")
+    assert lab.run(["ssh", "ct130", "true"]).returncode == 0
+    lab.stop("ct130")
+    for line in ("mend ct130", "cut ct130", "cut ct130 --silent"):
+        assert said(line) == "lab: ct130 is not running; run: start ct130\n"
+    lab.start("ct130")
+
+
+def test_what_an_option_cannot_be_names_that_option(lab: Lab) -> None:
+    for option in ("systemd", "unprivileged", "own_nodes"):
+        with pytest.raises(LabError, match=f"^--{option.replace('_', '-')}: cannot read 'ct129'"):
+            lab.up(**{option: "ct129"})
+
+
+def test_a_holder_that_was_dropped_is_known_and_not_alive(lab: Lab) -> None:
+    holder = lab.hold("node1", gpus="0")
+    lab.drop(holder["id"])
+    assert lab.alive(holder["id"]) == {holder["id"]: False}
 
 
 # --- other shapes, and the end ---
