@@ -36,9 +36,6 @@ ANSWER_AGAIN_AFTER = 0.002  # what one that loops (-lms) needs for each further 
 # Several holders of one GPU that die together are freed one after another: eight took 540 ms on
 # real hardware, one 115 to 180 ms.
 NEXT_RELEASE_AFTER = 0.055
-# MiB of each process's memory that the real driver puts into no process's figure (9 for one, 48 for
-# eight).
-IN_NO_FIGURE = 6
 # In the last part of a release the real driver lets nobody in and answers nobody until it is done;
 # who comes right after the death still reads the memory as used. Seconds before the end.
 QUERY_WAITS = 0.090
@@ -46,6 +43,8 @@ QUERY_WAITS = 0.090
 # seconds after a death until it is free (two H200).
 OPENED_MIB = 4
 CLOSE_TAKES = 0.047
+# MiB that each process which computes adds to what is in use and in no process's figure.
+UNLISTED_MIB = 5.5
 # Queries of a tool that loops slow a release down when they follow each other in less than that: it
 # takes nearly twice as long with -lms 20, a fifth to a half longer with 50, no longer with 100.
 QUICK = 0.060
@@ -118,6 +117,14 @@ def held_minors(pid: int) -> set[int]:
         if path and path[0].startswith("/dev/nvidia") and path[0][11:].isdigit():
             held.add(int(path[0][11:]))
     return held
+
+
+def in_no_figure(computing: int) -> int:
+    """MiB that are in use and that the real driver puts into no process's figure.
+
+    Measured: 9 for one process that computes, 15 for two, 48 for eight.
+    """
+    return int(OPENED_MIB + UNLISTED_MIB * computing) if computing else 0
 
 
 def process_name(pid: int) -> str:
@@ -346,6 +353,13 @@ class Driver:
         stuck = self.fault(self.host, "stuck", index)
         return total + (int(stuck.value) if stuck else 0)
 
+    def listed(self, holder: Holder, index: int) -> int:
+        """MiB on a GPU in a holder's own figure: all that it was asked to hold but its share of
+        what is in none. The one that came first has the GPU's own 4 MiB in its share."""
+        there = [h for h in self.holders if index in h.gpus and h.mib]
+        before = there.index(holder) if holder in there else 0
+        return max(0, holder.mib - in_no_figure(before + 1) + in_no_figure(before))
+
     # --- nvidia-smi ---
 
     def fault(self, host: str, kind: str, gpu: int | None = None) -> Fault | None:
@@ -407,8 +421,10 @@ class Driver:
             if not holder.alive or not holder.listed or number is None:
                 continue
             name = process_name(holder.pid)
-            listed = max(0, holder.mib - IN_NO_FIGURE)
-            rows += [smi.ProcessView(index, number, name, listed) for index in holder.gpus]
+            rows += [
+                smi.ProcessView(index, number, name, self.listed(holder, index))
+                for index in holder.gpus
+            ]
         for fault in self.faults:
             if fault.kind == "ghost":
                 number, mib = (int(word) for word in fault.value.split())

@@ -79,10 +79,16 @@ def rename(name: str, whole_line: bool) -> None:
     ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
-def open_nodes(minors: list[int]) -> None:
+def open_nodes(minors: list[int]) -> list[int]:
     """O_PATH: opening c 195:N for reading fails without the real driver (ENXIO)."""
-    for name in (*(f"nvidia{minor}" for minor in minors), "nvidiactl", "nvidia-uvm"):
-        os.open(f"/dev/{name}", os.O_PATH)
+    names = [*(f"nvidia{minor}" for minor in minors), "nvidiactl", "nvidia-uvm"]
+    return [os.open(f"/dev/{name}", os.O_PATH) for name in names]
+
+
+def open_as_monitor(minors: list[int]) -> list[int]:
+    """As whoever asks NVML does, and a CUDA process does not."""
+    caps = [os.open(f"/dev/nvidia-caps/nvidia-cap{n}", os.O_PATH) for n in (1, 2)]
+    return open_nodes(minors) + caps
 
 
 def open_standins(names: list[str]) -> list[int]:
@@ -153,12 +159,10 @@ def hold(spec: Spec) -> None:
         load(spec)
     if kind == "dead-main-thread":
         main_thread_exits(spec)
-    if kind != "mapped-only":
-        open_nodes(minors)
     if kind == "open-only":
-        # As a monitor that asks NVML does, and a CUDA process does not.
-        for n in (1, 2):
-            os.open(f"/dev/nvidia-caps/nvidia-cap{n}", os.O_PATH)
+        open_as_monitor(minors)
+    elif kind != "mapped-only":
+        open_nodes(minors)
     if kind != "open-only":
         map_nodes(minors)
     become_user(spec)
@@ -194,9 +198,17 @@ def parent_that_never_waits(spec: Spec) -> None:
 
 
 def mps_control(spec: Spec) -> None:
-    """The control daemon of MPS, whose server is the holder."""
+    """The control daemon of MPS, whose server is the holder; it has the GPUs open itself."""
     rename("nvidia-cuda-mps-control\0-d", whole_line=True)
-    control = importlib.import_module("nvidia_cuda_mps").Control(spec, hold)
+    opened = open_as_monitor(spec["minors"])
+
+    def serve(spec: Spec) -> None:
+        """The server, forked off, has descriptors of its own."""
+        for fd in opened:
+            os.close(fd)
+        hold(spec)
+
+    control = importlib.import_module("nvidia_cuda_mps").Control(spec, serve)
     ask_driver({"op": "helper", "id": spec["claim"]["id"]})
     control.start_server()
     fd = spec.pop("report_fd", None)  # it is the server's; later servers report to nobody

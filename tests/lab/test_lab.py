@@ -160,7 +160,7 @@ def test_plain(lab: Lab, host: str) -> None:
     assert used(lab, host) == [0, 0, 1000, 1000, 0, 0, 0, 0]
     assert fuser(lab, host, 2) == fuser(lab, host, 3) == [holder["pid"]]
     assert not fuser(lab, host, 4)
-    assert sh(lab, host, APPS).splitlines() == [f"{holder['pid']}, python3, 994"] * 2
+    assert sh(lab, host, APPS).splitlines() == [f"{holder['pid']}, python3, 991"] * 2
     links = sh(lab, host, f"readlink /proc/{holder['pid']}/fd/*")
     assert {"/dev/nvidiactl", "/dev/nvidia-uvm"} <= set(links.split())
 
@@ -173,8 +173,18 @@ def test_host_and_containers_agree_and_neighbours_do_not_see_each_other(lab: Lab
     assert not sh(lab, "ct130", APPS)
     assert "No running processes found" in sh(lab, "ct130", "nvidia-smi")
     assert fuser(lab, "pve1", 4) == [holder["node_pid"]]
-    assert sh(lab, "pve1", APPS) == f"{holder['node_pid']}, python3, 76109\n"
+    assert sh(lab, "pve1", APPS) == f"{holder['node_pid']}, python3, 76106\n"
     assert not any(used(lab, "node1"))
+
+
+def test_some_memory_is_in_no_figure(lab: Lab) -> None:
+    lab.hold("node1", gpus="0", mib=1000)
+    lab.hold_many("node1", 2, gpus="1", mib=1000)
+    lab.hold_many("node1", 8, gpus="2", mib=1000)
+    apps = "nvidia-smi --format=csv,noheader,nounits --query-compute-apps=used_memory -i"
+    listed = [sum(map(int, sh(lab, "node1", f"{apps} {gpu}").split())) for gpu in range(8)]
+    in_no_figure = [mib - rest for mib, rest in zip(used(lab, "node1"), listed, strict=True)]
+    assert in_no_figure == [9, 15, 48, 0, 0, 0, 0, 0]
 
 
 def test_orphan(lab: Lab) -> None:
@@ -215,7 +225,7 @@ def test_dead_main_thread(lab: Lab) -> None:
     assert not sh(lab, "ct129", f"ls /proc/{pid}/fd; cat /proc/{pid}/maps")
     assert "/dev/nvidia0" in sh(lab, "ct129", f"readlink /proc/{pid}/task/*/fd/*")
     assert not fuser(lab, "ct129", 0)
-    assert sh(lab, "ct129", APPS) == f"{pid}, [No data], 5632\n"
+    assert sh(lab, "ct129", APPS) == f"{pid}, [No data], 5629\n"
     sh(lab, "ct129", f"kill -9 {pid}")
     assert until(lambda: not any(used(lab, "ct129")))
 
@@ -365,7 +375,15 @@ def test_the_tool_holds_what_it_reads_while_it_runs(lab: Lab) -> None:
     loop = "exec 3< <(exec nvidia-smi --query-gpu=index --format=csv -lms 50); read -u 3 line; "
     held = loop + "readlink /proc/$!/fd/* | grep nvidia; kill $!; wait $!; fuser /dev/nvidia7"
     seen = lab.inside("node1", ["bash", "-c", held]).stdout.split()
-    assert sorted(seen) == sorted([*(f"/dev/nvidia{n}" for n in range(8)), "/dev/nvidiactl"])
+    nodes = ["ctl", "-uvm", "-caps/nvidia-cap1", "-caps/nvidia-cap2", *map(str, range(8))]
+    assert sorted(seen) == sorted(f"/dev/nvidia{node}" for node in nodes)
+
+
+def test_the_tool_has_nvidiactl_mapped_and_nothing_else(lab: Lab) -> None:
+    loop = "exec 3< <(exec nvidia-smi --query-gpu=index --format=csv -lms 50); read -u 3 line; "
+    maps = loop + "grep -o '/dev/nvidia.*' /proc/$!/maps; kill $!"
+    for host in ("node1", "ct129"):
+        assert lab.inside(host, ["bash", "-c", maps]).stdout.split() == ["/dev/nvidiactl"]
 
 
 def test_hang_that_can_be_killed(lab: Lab) -> None:

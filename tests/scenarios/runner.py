@@ -662,6 +662,11 @@ class Check:
             numbers = (holder["node_pid"], holder["pid"])
             if seen["start"] == holder["start_time"] and seen["node_pid"] in numbers:
                 return True
+            # The daemon that started the server of MPS has the GPUs open too.
+            if holder["kind"] == "mps" and any(
+                seen["start"] == each["start_time"] for each in self.world.helpers(holder)
+            ):
+                return True
         return False
 
     def by_rung(self, actions: list[dict[str, Any]]) -> dict[str, str]:
