@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commit import commit
 from tests.gpu import parts
 from tests.gpu.parts import Bench, Played, Process
 
@@ -30,13 +31,14 @@ def two(gpu: None) -> None:
 def rows() -> Iterator[list[str]]:
     """What came of each state; written down at the end, where there are two."""
     made: list[str] = []
+    measured_at = commit()
     yield made
     path = os.environ.get("GPU_TEST_TWO_DOC")
     if path and made:
-        Path(path).write_text(document(made), encoding="utf-8")
+        Path(path).write_text(document(made, measured_at), encoding="utf-8")
 
 
-def document(rows: list[str]) -> str:
+def document(rows: list[str], measured_at: str) -> str:
     """docs/real-two-gpus.md."""
     names, drivers = identity("name"), identity("driver_version")
     return "\n".join(
@@ -47,7 +49,7 @@ def document(rows: list[str]) -> str:
             "do not edit. `+` lives afterwards, `-` was ended; MiB as the real tool says it.",
             "",
             f"{len(names)} {names[0]}, driver {drivers[0]}, "
-            f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
+            f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {measured_at}.",
             "",
             "| state | typed | verdict | who | MiB after |",
             "|---|---|---|---|---|",

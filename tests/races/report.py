@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tests.commit import commit
 from tests.races.operators import Played
 from tests.races.pids import Result, own_pid_max
 
@@ -24,6 +25,7 @@ rounds, and there each guard is taken away once to see that the race would notic
 | | |
 |---|---|
 | date | {date} UTC, {minutes:.0f} min for everything |
+| commit | {commit} |
 | machine | {cpus} CPUs, load {load:.1f} at the end; kernel {kernel}; Python {python} |
 | PIDs | {pids} |
 
@@ -96,6 +98,7 @@ def write(rows: list[Row], seconds: float, command: str) -> None:
     small = own_pid_max()
     head = HEAD.format(
         command=command,
+        commit=commit(),
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         minutes=seconds / 60,
         cpus=os.cpu_count(),
