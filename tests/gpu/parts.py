@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,12 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 # The Python of the node side. The controller side runs in whatever runs these tests.
 NODE_PYTHON = os.environ.get("GPU_TEST_PYTHON") or "/usr/bin/python3"
+
+# MiB that the contexts of eight processes take besides what they allocate, and some to spare.
+CONTEXTS_MIB = 5 << 10
+
+# Does a Python have PyTorch, and does that see a GPU?
+HAS_TORCH = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 # What stands in for Proxmox's way into a container. The reader of gpuops uses lxc-attach.
 LXC_ATTACH = f"""#!/bin/sh
@@ -75,6 +83,38 @@ def truth() -> tuple[list[int], list[str]]:
     used = [int(line) for line in smi("--query-gpu=memory.used").split()]
     apps = smi("--query-compute-apps=pid,used_memory,process_name").strip().splitlines()
     return used, apps
+
+
+def too_small(gib: float) -> str:
+    """Why a GPU cannot hold that much, or nothing."""
+    total = int(smi("--query-gpu=memory.total").split()[0])
+    if gib * 1024 + CONTEXTS_MIB <= total:
+        return ""
+    return f"the GPU has {total} MiB, too few for {gib:g} GiB and the contexts"
+
+
+@cache
+def torch_python() -> str:
+    """A Python here that can use the GPU with PyTorch, or nothing."""
+    for python in torch_candidates():
+        with suppress(OSError, subprocess.TimeoutExpired):
+            argv = [python, "-c", HAS_TORCH]
+            if not subprocess.run(argv, capture_output=True, timeout=60, check=False).returncode:
+                return python
+    return ""
+
+
+def torch_candidates() -> list[str]:
+    """The controller's Python is often .venv's, without it, while the system's has it."""
+    found = [sys.executable, NODE_PYTHON, shutil.which("python3") or NODE_PYTHON]
+    return list(dict.fromkeys(found))
+
+
+def no_torch() -> str:
+    """Why PyTorch cannot be played here, or nothing."""
+    if torch_python():
+        return ""
+    return f"no PyTorch that can use the GPU in {' or '.join(torch_candidates())}"
 
 
 def minors() -> tuple[dict[str, int], dict[str, int]]:
@@ -290,12 +330,20 @@ class Bench:
 
     def settle(self, process: Process, vmid: int = 0) -> None:
         """Wait until it holds what it should, and learn its PID."""
-        wait_for(f"{process.label} is ready", process.ready_file.exists, 60)
+        assert process.popen
+        popen = process.popen
+
+        def ready() -> bool:
+            # An orphan's launcher ends too, but without an error.
+            failed = popen.poll()
+            assert not failed, f"{process.label} has ended with exit code {failed}"
+            return process.ready_file.exists()
+
+        wait_for(f"{process.label} is ready", ready, 60)
         pid, _, more = process.ready_file.read_text().partition(" ")
         process.ready = more.strip()
         if vmid:
-            assert process.popen
-            process.pid = wait_for("its host PID", lambda: children(process.popen.pid))[0]
+            process.pid = wait_for("its host PID", lambda: children(popen.pid))[0]
         else:
             process.pid = int(pid)
         process.__post_init__()
