@@ -11,6 +11,12 @@ PYTEST_ARGS ?=
 # Debian packages that the tests' lab needs, one a line, # starts a comment.
 LAB_PACKAGES := tests/lab/packages.txt
 
+# What tests/gpu/run.sh needs where nothing can be installed, and for which machine: its Python, and
+# its processor and C library as wheels name them.
+GPU_WHEELS_PACKAGES ?= 'ansible-core>=2.19,<2.22' pytest pytest-timeout
+GPU_WHEELS_PYTHON ?= 3.12
+GPU_WHEELS_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+
 # gpuops.gpu.* means this checkout, whatever else is installed.
 export ANSIBLE_COLLECTIONS_PATH := $(CURDIR)/collections
 
@@ -24,7 +30,7 @@ PLUGINS = $(foreach kind,callback filter,\
 # that it does not know, so its output has to be looked at too.
 document = for each in $(MODULES:%=module:%) $(ROLES:%=role:%) $(PLUGINS); do kind=$${each%%:*} name=$${each\#*:}; $(1); done
 
-.PHONY: help setup packages lint test unit demo bench races gpu-test docs wheel clean
+.PHONY: help setup packages lint test unit demo bench races gpu-test gpu-wheels docs wheel clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' Makefile | expand -t 14
@@ -86,6 +92,14 @@ races: setup ## the race tests with their full numbers, 15 minutes; writes docs/
 
 gpu-test: ## tests on a real NVIDIA GPU (root, idle GPU, no network); writes docs/real-gpu.md
 	bash tests/gpu/run.sh $(PYTEST_ARGS)
+
+# Afresh each time: two versions of a package must not meet there.
+gpu-wheels: $(STAMP) ## download into .whl/ what gpu-test needs on a machine that reaches nothing
+	rm -rf .whl
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest .whl --only-binary=:all: \
+	  --implementation cp --python-version $(GPU_WHEELS_PYTHON) \
+	  $(GPU_WHEELS_PLATFORMS:%=--platform %) $(GPU_WHEELS_PACKAGES)
+	@ls .whl
 
 docs: setup ## print the documentation of every module, role and plugin
 	@$(call document,$(BIN)/ansible-doc -t $$kind $$name)

@@ -3,7 +3,9 @@
 # What `make gpu-test` runs: the tests on a real GPU, on a machine that may reach nothing.
 #
 # Python: .venv if `make setup` made one, else a python3 that has ansible-core and pytest already, else
-# python3 with the wheels that lie in $GPU_TEST_WHEELS (default .whl/), unpacked into a temporary folder.
+# python3 with the wheels that lie in $GPU_TEST_WHEELS (default .whl/, which `make gpu-wheels` fills),
+# unpacked into a temporary folder. No Debian package is needed; what is, and what becomes of a test
+# where something lacks, is in README.md beside this file.
 # Where there is no GPU it says so, runs nothing and exits 0.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -24,13 +26,20 @@ complete "$python" || python=$(command -v python3)
 if ! complete "$python"; then
   wheels=${GPU_TEST_WHEELS:-.whl}
   if ! ls "$wheels"/*.whl >/dev/null 2>&1; then
-    echo "gpu-test: NOT RUN: $python lacks ansible-core or pytest; run make setup, or put wheels into $wheels/" >&2
+    echo "gpu-test: NOT RUN: $python lacks ansible-core or pytest; run make setup, or elsewhere make gpu-wheels" \
+      "and bring $wheels/ along" >&2
     exit 1
   fi
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
-  "$python" -m pip install -q --no-index --no-deps --no-cache-dir --target "$site" "$wheels"/*.whl
+  # Not pip, which Debian's python3 comes without.
+  for wheel in "$wheels"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
   export PYTHONPATH=$site
+  if ! complete "$python"; then
+    echo "gpu-test: NOT RUN: the wheels in $wheels/ are not for $("$python" --version) on $(uname -m);" \
+      "see make gpu-wheels in tests/gpu/README.md" >&2
+    exit 1
+  fi
 fi
 
 # A run of only some tests must not replace the record of a whole one.
