@@ -516,20 +516,22 @@ class Work:
         grips = signals.grips_on(chosen)
         self.first_signal = time.monotonic()
         home = self.node.home(self.target)
-        outcome: dict[str, str] = {}
-        for holder, grip in zip(chosen, grips):
-            directory = holders.mps_directory(holder.pid)
-            if not grip.same() or self.node.why_not(self.target, holder, home):
-                result = "changed"
-            elif holder.namespaces[:1] != [home]:
-                # Its pipes are in a file system of its own: the same path here is another daemon's.
-                result = "out of reach"
-            else:
-                if directory not in outcome:
-                    outcome[directory] = self.session.quit_mps(directory)
-                result = outcome[directory]
-            self.actions.append(action(holder, rung, result))
+        # All are looked at before any is told: with the daemon its server goes.
+        whys = [self.why_not_quit(holder, grip, home) for holder, grip in zip(chosen, grips)]
+        directories = [holders.mps_directory(holder.pid) for holder in chosen]
+        told: dict[str, str] = {}
+        for holder, why, directory in zip(chosen, whys, directories):
+            if not why and directory not in told:
+                told[directory] = self.session.quit_mps(directory)
+            self.actions.append(action(holder, rung, why or told[directory]))
         return grips
+
+    def why_not_quit(self, holder: holders.Holder, grip: signals.Grip, home: int | None) -> str:
+        """Why the MPS daemon of this one is not told to quit on its behalf, or ``""``."""
+        if not grip.same() or self.node.why_not(self.target, holder, home):
+            return "changed"
+        # Its pipes are in a file system of its own: the same path here is another daemon's.
+        return "out of reach" if holder.namespaces[:1] != [home] else ""
 
     def wait(
         self, grips: list[signals.Grip], rung: dict[str, Any], supervised: list[holders.Holder]
