@@ -367,11 +367,14 @@ def judge(target: Target, readings: list[nvidia_smi.Reading], view: View, nodes:
         gpu.uuid for gpu in gpus
     ]:
         return Verdict(UNKNOWN, "only one of the two readings showed zero", "verify again")
-    return Verdict(CLEAN, clean_reason(target, gpus, view))
+    return Verdict(CLEAN, clean_reason(target, gpus, len(readings[-1].gpus), view))
 
 
-def clean_reason(target: Target, gpus: list[nvidia_smi.Gpu], view: View) -> str:
-    """What was proved, in one sentence."""
+def clean_reason(target: Target, gpus: list[nvidia_smi.Gpu], listed: int, view: View) -> str:
+    """What was proved, in one sentence.
+
+    :param gpus: those that were asked for, of so many that are listed.
+    """
     nobody = "nobody"
     there = {gpu.minor for gpu in gpus}
     harmless = [holder for holder, _ in view.spared if holder.gpus & there]
@@ -389,7 +392,7 @@ def clean_reason(target: Target, gpus: list[nvidia_smi.Gpu], view: View) -> str:
     level = "%d MiB or less, within the declared baseline" % most if most else "0 MiB"
     return "%d of %d GPUs at %s in two readings in %s, %s holds them" % (
         len(gpus),
-        len(gpus),
+        listed,
         level,
         target.place,
         nobody,

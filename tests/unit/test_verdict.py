@@ -115,12 +115,12 @@ TABLE = {
     "foreign on another GPU": (
         Case(twice(0, 50), foreign=[workload(9, 1)], spec={"gpus": ["0"]}),
         "clean",
-        "1 of 1 GPUs",
+        "1 of 2 GPUs",
     ),
     "mine on another GPU": (
         Case(twice(0, 50), mine=[workload(9, 1)], spec={"gpus": ["0"]}),
         "clean",
-        "1 of 1 GPUs",
+        "1 of 2 GPUs",
     ),
     # Not readable, or not enough of it.
     "one reading only": (Case(twice(0)[:1]), "unknown", "only one of the two readings"),
