@@ -21,6 +21,8 @@ from typing import Any
 # Seconds from the start of a server to its first GPU.
 LOADING = 8.0
 DRIVER = "/proc/driver/lab/driver.sock"
+# What a process that computes has open and mapped besides its GPUs and nvidiactl.
+UVM = "nvidia-uvm"
 SYS_EXIT = 93 if os.uname().machine == "aarch64" else 60
 
 Spec = dict[str, Any]
@@ -79,16 +81,16 @@ def rename(name: str, whole_line: bool) -> None:
     ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
-def open_nodes(minors: list[int]) -> list[int]:
+def open_nodes(minors: list[int], *more: str) -> list[int]:
     """O_PATH: opening c 195:N for reading fails without the real driver (ENXIO)."""
-    names = [*(f"nvidia{minor}" for minor in minors), "nvidiactl", "nvidia-uvm"]
+    names = [*(f"nvidia{minor}" for minor in minors), "nvidiactl", *more]
     return [os.open(f"/dev/{name}", os.O_PATH) for name in names]
 
 
 def open_as_monitor(minors: list[int]) -> list[int]:
     """As whoever asks NVML does, and a CUDA process does not."""
     caps = [os.open(f"/dev/nvidia-caps/nvidia-cap{n}", os.O_PATH) for n in (1, 2)]
-    return open_nodes(minors) + caps
+    return open_nodes(minors, UVM) + caps
 
 
 def open_standins(names: list[str]) -> list[int]:
@@ -101,10 +103,10 @@ def open_standins(names: list[str]) -> list[int]:
     return fds
 
 
-def map_nodes(minors: list[int]) -> None:
-    """The mappings that a CUDA process has: its GPUs, nvidiactl and uvm."""
+def map_nodes(minors: list[int], *more: str) -> None:
+    """The mappings of its GPUs and of nvidiactl, and what a CUDA process has besides: uvm."""
     names = [f"nvidia{minor}" for minor in minors]
-    for fd in open_standins([*names, "nvidiactl", "nvidia-uvm"]):
+    for fd in open_standins([*names, "nvidiactl", *more]):
         # Not Python's mmap: that keeps a duplicate of the descriptor.
         flags = mmap.PROT_READ | mmap.PROT_WRITE
         if libc.mmap(None, 4096, flags, mmap.MAP_PRIVATE, fd, 0) == ctypes.c_void_p(-1).value:
@@ -162,9 +164,9 @@ def hold(spec: Spec) -> None:
     if kind == "open-only":
         open_as_monitor(minors)
     elif kind != "mapped-only":
-        open_nodes(minors)
+        open_nodes(minors, UVM)
     if kind != "open-only":
-        map_nodes(minors)
+        map_nodes(minors, UVM)
     become_user(spec)
     register(spec)
     if kind == "stopped":
@@ -179,8 +181,8 @@ def main_thread_exits(spec: Spec) -> None:
     """The main thread ends (not the process); another thread opens the devices and lives on."""
 
     def live_on() -> None:
-        open_nodes(spec["minors"])
-        map_nodes(spec["minors"])
+        open_nodes(spec["minors"], UVM)
+        map_nodes(spec["minors"], UVM)
         become_user(spec)
         register(spec)
         forever()
@@ -198,9 +200,10 @@ def parent_that_never_waits(spec: Spec) -> None:
 
 
 def mps_control(spec: Spec) -> None:
-    """The control daemon of MPS, whose server is the holder; it has the GPUs open itself."""
+    """The control daemon of MPS, whose server is the holder; it has the GPUs itself, but not uvm."""
     rename("nvidia-cuda-mps-control\0-d", whole_line=True)
-    opened = open_as_monitor(spec["minors"])
+    opened = open_nodes(spec["minors"])
+    map_nodes(spec["minors"])
 
     def serve(spec: Spec) -> None:
         """The server, forked off, has descriptors of its own."""

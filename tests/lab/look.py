@@ -37,7 +37,7 @@ def stat(lab: Lab, host: str, pid: int) -> str:
 def mapped(lab: Lab, host: str, pid: int) -> list[str]:
     """The names of the driver's nodes that a process has mapped, as seen from a host."""
     paths = [line.split()[5:] for line in sh(lab, host, f"cat /proc/{pid}/maps").splitlines()]
-    return sorted(path[0] for path in paths if path and "nvidia" in path[0])
+    return sorted({path[0] for path in paths if path and "nvidia" in path[0]})
 
 
 def descriptors(lab: Lab, host: str, pid: int) -> list[str]:

@@ -297,13 +297,11 @@ def test_mps_server_outlives_its_clients_until_it_is_told_to_quit(lab: Lab) -> N
     assert until(lambda: not sh(lab, "ct129", "pgrep nvidia-cuda-mps"))
 
 
-def test_mps_daemon_has_the_gpus_open_as_a_monitor_has(lab: Lab) -> None:
+def test_mps_daemon_has_the_gpus_but_not_uvm(lab: Lab) -> None:
     server = lab.hold("node1", gpus="0", kind="mps")
     daemon = int(sh(lab, "node1", f"ps -o ppid= -p {server['pid']}"))
     nodes = ["/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl"]
-    caps = [f"/dev/nvidia-caps/nvidia-cap{n}" for n in (1, 2)]
-    assert descriptors(lab, "node1", daemon) == sorted([*nodes, *caps])
-    assert not mapped(lab, "node1", daemon)
+    assert descriptors(lab, "node1", daemon) == mapped(lab, "node1", daemon) == nodes[1:]
     assert descriptors(lab, "node1", server["pid"]) == mapped(lab, "node1", server["pid"]) == nodes
     assert fuser(lab, "node1", 0) == sorted([daemon, server["pid"]])
 
