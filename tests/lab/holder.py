@@ -200,7 +200,7 @@ def parent_that_never_waits(spec: Spec) -> None:
 
 
 def mps_control(spec: Spec) -> None:
-    """The control daemon of MPS, whose server is the holder; it has the GPUs itself, but not uvm."""
+    """The control daemon of MPS, whose server is the holder: it has the GPUs, but not uvm."""
     rename("nvidia-cuda-mps-control\0-d", whole_line=True)
     opened = open_nodes(spec["minors"])
     map_nodes(spec["minors"])
