@@ -227,7 +227,7 @@ def doctor(limit: str, inventory: tuple[str, ...], timeout: float | None, verbos
     """Find out whether machines can be reached, what they lack, and which GPUs they have.
 
     Changes nothing. Who holds the GPUs does not matter here: the exit code is 0 if every machine
-    can be reached and read. Of each machine the first thing that stands in the way is named.
+    can be reached and read. What a machine lacks on the way to its GPUs hides what lies behind it.
 
     \b
     gpuops doctor -l all

@@ -35,16 +35,23 @@ def here() -> Iterator[Finding]:
 
 
 def there(report: Report) -> Iterator[Finding]:
-    """What a status found out about each machine; of what stands in the way, the first thing."""
+    """What a status found out about each machine, and then what those acted on lack besides.
+
+    What is lacking on the way to a machine hides what lies behind it.
+    """
+    besides: dict[str, None] = {}
     for host in report.hosts:
         if host.verdict in READABLE:
             part = f" ({host.part})" if host.part else ""
             text = f"{host.name}: reached{_way(host)}, {_gpus(host)}, {host.verdict}{part}"
             yield True, text, ""
-            for problem in host.problems:
-                yield True, f"{host.name}: {problem}", ""
         else:
             yield False, f"{host.name}: {host.verdict}{_way(host)}: {host.reason}", host.remedy
+        for problem in host.problems:
+            if _way(host) or host.reason not in problem:
+                besides[f"{host.route.partition(' ')[0] or host.name}: {problem}"] = None
+    for text in besides:
+        yield True, text, ""
     for each in report.skipped:
         yield True, f"{each.name}: {each.reason}", ""
 

@@ -777,11 +777,14 @@ def test_doctor(
 
 @pytest.mark.lab
 def test_doctor_names_what_a_machine_lacks(lab: Lab) -> None:
-    lab.fault("ct131", "smi-missing")
+    for name in ("pve2", "node1"):
+        lab.fault(name, "smi-missing")
     lab.cut("node2")
     done = typed(lab, "doctor", "-l", "gpu_nodes")
     assert done.returncode == 14, done.stdout + done.stderr
     said = {line[:11]: line for line in done.stdout.splitlines()}
-    assert "8 NVIDIA H200 (driver 580.159.04), clean" in said["ok   node1: "[:11]]
+    assert "8 NVIDIA H200 (driver 580.159.04), clean" in said["ok   ct129: "[:11]]
     assert "nvidia-smi is not installed" in said["BAD  ct131: "[:11]]
+    assert "nvidia-smi is not installed" in said["BAD  node1: "[:11]]
+    assert "driver's list of processes: nvidia-smi is not installed" in said["ok   pve2: "[:11]]
     assert "unreachable" in said["BAD  node2: "[:11]]
