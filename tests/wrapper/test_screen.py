@@ -90,7 +90,7 @@ def test_that_some_gpus_were_not_looked_at_is_said_also_of_those_that_are_counte
     replay: Replay,
 ) -> None:
     report = replay("verify-some")
-    assert re.search(r"^node1  clean        only GPU 1: 1 of 1 GPUs", text_of(report), re.M)
+    assert re.search(r"^node1  clean        only GPU 1: 1 of 2 GPUs", text_of(report), re.M)
     assert "2 hosts: 2 clean (only some GPUs of 1 host) (" in text_of(report)
     hosts = tuple(replace(report.hosts[1], name=f"node{n}") for n in range(30))
     many = text_of(report.of(hosts))
