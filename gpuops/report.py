@@ -191,7 +191,7 @@ class Host:
     """Whose processes could be touched."""
     only_gpus: tuple[str, ...] = ()
     """The GPUs that the run was limited to here, as they were named on the command line or in the
-    inventory: the verdict says nothing of the host's others. Empty for all."""
+    inventory, ranges written out: the verdict says nothing of the host's others. Empty for all."""
     problems: tuple[str, ...] = ()
     """What could not be read although it did not stand in the way."""
     timings: dict[str, float] = field(default_factory=dict)
@@ -259,6 +259,8 @@ class Report:
     ended: str = ""
     """Why it ended early: ``interrupted`` or ``timed out after … s``; empty if it did not."""
     totals: Totals
+    part_of: int = 0
+    """In a line of ``--output jsonl``, about one host: how many its run had. 0: here are all."""
     hosts: tuple[Host, ...]
     skipped: tuple[Skipped, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -364,26 +366,36 @@ class Report:
 
 
 def _documents(text: str | bytes) -> list[Any]:
-    """What a file of JSON holds, or each line of a file of JSON lines."""
+    """What a file of JSON holds, or each line of a file of JSON lines that is not blank."""
     try:
         return [json.loads(text)]
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
         lines = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-        return [json.loads(line) for line in lines.splitlines()]  # of bytes only at line feeds
+        # Of bytes only at line feeds.
+        return [json.loads(line) for line in lines.splitlines() if line.strip()]
 
 
 def _joined(parts: list[Report]) -> Report:
-    """One report of those about one host each that were made of it."""
-    if not parts[1:]:
+    """One report of those about one host each that were made of it; of one line alone that host's.
+
+    :raises ReportError: they are of several runs, or not all of one: what is missing may be held.
+    """
+    if not parts[1:] and parts[0].part_of != 1:
         return parts[0]
-    whole = parts[0].of(host for part in parts for host in part.hosts)
-    if any(replace(part, hosts=whole.hosts, totals=whole.totals) != whole for part in parts):
-        raise ReportError(
-            "its lines are of more than one run", "give those of one, with the same 'started'"
-        )
-    return whole
+    whole = replace(parts[0].of(host for part in parts for host in part.hosts), part_of=0)
+    names = {host.name for host in whole.hosts}
+    runs = [replace(part, hosts=(), totals=whole.totals) for part in parts]
+    if any(run != runs[0] for run in runs):
+        wrong = "its lines are of more than one run"
+    elif len(names) < len(whole.hosts):
+        wrong = "a host is in it more than once"
+    elif len(names) != parts[0].part_of:
+        wrong = f"it has {len(names)} of the {parts[0].part_of} hosts of its run"
+    else:
+        return whole
+    raise ReportError(wrong, "give all lines of one run, with the same 'started'")
 
 
 def only(gpus: Iterable[str]) -> str:

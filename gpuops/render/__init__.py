@@ -10,6 +10,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,8 @@ def json_lines(report: Report) -> str:
 
     In ASCII: some readers take other characters than the line feed for the end of a line.
     """
-    alone = (report.of([host]) for host in report.hosts)
+    count = len(report.hosts)
+    alone = (replace(report.of([host]), part_of=count) for host in report.hosts)
     return "".join(json.dumps(each.to_dict()) + "\n" for each in alone)
 
 

@@ -123,16 +123,22 @@ class Node:
     def do_without_list(self, why: str) -> None:
         """Ask for the driver's list of processes no more."""
         self._apps_readable = False
+        self.ghosts = []
         self.problems.append("the driver's list of processes: %s" % why)
 
     def unlisted(self, minors: set[int | None]) -> str:
         """What the driver's list says of these GPUs that no process bears out, or ``""``."""
         if not self._apps_readable:
             return self.problems[-1]
+        pid = self.ghost(minors)
+        return "the driver lists process %d, which is not there" % pid if pid else ""
+
+    def ghost(self, minors: set[int | None]) -> int:
+        """A process that the driver lists for these GPUs and that is not there, or 0."""
         for minor, pid in self.ghosts:
             if minor is None or minor in minors or None in minors:
-                return "the driver lists process %d, which is not there" % pid
-        return ""
+                return pid
+        return 0
 
     def identify(self, holder: holders.Holder) -> bool:
         """Find out who this is, and whose; False if it is gone."""

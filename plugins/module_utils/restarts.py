@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import commands, holders, owners, verdict
@@ -79,10 +80,10 @@ def remembered(ended: dict[str, Any]) -> holders.Holder:
     holder = holders.Holder(ended["node_pid"])
     holder.ns_pid, holder.ppid, holder.start = ended["pid"], ended["ppid"], ended["start"]
     holder.name, holder.command = ended["name"], ended["command"]
-    proof = ended["owner_evidence"]
-    holder.owner = owners.Owner("host", "", proof)
-    if proof.startswith("cgroup "):
-        holder.cgroup = "0::%s\n" % proof[len("cgroup ") :]
+    holder.owner = owners.Owner("host", "", ended["owner_evidence"])
+    path = ended["restarted_by"].partition("cgroup ")[2]
+    if path:
+        holder.cgroup = "0::%s\n" % path
         holder.owner = owners.owner_from_cgroup(holder.cgroup) or holder.owner
     return holder
 
@@ -127,7 +128,7 @@ def supervisor(holder: holders.Holder) -> tuple[str, str]:
     return "a supervisor that is not its parent", "find and stop that first"
 
 
-def pending(ended: list[holders.Holder], since: int) -> tuple[holders.Holder, str] | None:
+def pending(ended: list[holders.Holder], told: dict[int, int]) -> tuple[holders.Holder, str] | None:
     """One of these ended holders that something starts again, and what does, in words.
 
     A service manager may wait longer before it does (``RestartSec=``) or prepare longer
@@ -136,13 +137,14 @@ def pending(ended: list[holders.Holder], since: int) -> tuple[holders.Holder, st
     containers, of this node and in its LXC containers; of what has not answered within
     ``ASK_TIMEOUT``, all of them together, nothing is known.
 
-    :param since: when the first of them was signalled, in clock ticks since boot.
+    :param told: when each was signalled last, by PID, in clock ticks since boot.
     """
     until = time.monotonic() + ASK_TIMEOUT
     answers: dict[tuple[str, ...], str] = {}
     for holder in ended:
         question = tuple(_question(holder))
         left = until - time.monotonic()
+        since = told.get(holder.pid, min(told.values()))
         if question and question not in answers and left > 0:
             answers[question] = commands.answer_of(list(question), left)
         by = _who_restarts(holder, answers.get(question, ""), since)
@@ -153,16 +155,24 @@ def pending(ended: list[holders.Holder], since: int) -> tuple[holders.Holder, st
 
 
 def _started_by_parent(holder: holders.Holder, since: int) -> str:
-    """The living parent that has a new child of this one's name since then, in words, or ``""``."""
+    """The living parent that has started the same again since then, in words, or ``""``.
+
+    A script goes on to other things, which may have the name of the same interpreter.
+    """
     parent = starter(holder)
     if parent is not None:
         for pid in holders.children(parent.pid):
             child = holders.Holder(pid)
             if not holders.describe(child) or child.state == "Z" or pid == holder.pid:
                 continue
-            if child.name == holder.name and child.start >= since:
+            if child.start >= since and _words_of(child) == _words_of(holder):
                 return "%s has started %s" % (_named(parent), _named(child))
     return ""
+
+
+def _words_of(one: holders.Holder) -> tuple[str, str]:
+    """Name and command but for numbers: some start a server with another port each time."""
+    return one.name, re.sub("[0-9]+", "", one.command)
 
 
 def _named(one: holders.Holder) -> str:
@@ -191,7 +201,8 @@ def _who_restarts(holder: holders.Holder, answer: str, since: int) -> str:
         if active == "activating" or (active == "deactivating" and restart != "no"):
             return "systemd, unit %s is in state %s" % (nearest.id, state.get("SubState", active))
         started = state.get("ExecMainStartTimestampMonotonic", "")
-        if active == "active" and started.isdigit() and int(started) > _microseconds(since):
+        known = started.isascii() and started.isdigit()
+        if active == "active" and known and int(started) > _microseconds(since):
             return "systemd, unit %s runs again" % nearest.id
         return ""
     status, _, policy = answer.strip().partition(" ")

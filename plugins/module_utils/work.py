@@ -13,6 +13,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     holders,
     node,
     nvidia_smi,
+    owners,
     restarts,
     signals,
     turns,
@@ -252,7 +253,8 @@ class Work:
     def is_listed_still(self) -> bool:
         """Is all that is wrong a process on the driver's list that is not there (any more)?"""
         readable = bool(self.readings) and not self.problem()
-        return self.target.holders_only and readable and bool(self.node.ghosts)
+        listed = self.node.ghost({gpu.minor for gpu in self.wanted()})
+        return self.target.holders_only and readable and bool(listed)
 
     def record(self) -> dict[str, Any]:
         """What has been done so far, which no result may leave out."""
@@ -327,13 +329,14 @@ class Work:
         chosen = [each for each in due if not told[each.pid]]
         if not chosen:
             return self.wait_on(result, due, max(told.values(), default=0), rung)
-        supervised = self.supervised(chosen)
+        ending = [each for each in due if 0 <= age_of(told[each.pid]) <= float(rung["wait"])]
+        supervised = self.supervised(chosen + ending)
         end_if_nobody_listens()
         # What was asked before the signal proves nothing.
         self.session.drop_answers()
         if not self.all_zero():
             self.start_loop()
-        grips = self.signal_all(chosen, rung)
+        grips = self.signal_all(chosen, rung) + signals.grips_on(ending)
         turn.remember(self.actions)
         self.wait(grips, rung, supervised)
         return dict(self.outcome(supervised), before=result["gpus"])
@@ -346,7 +349,7 @@ class Work:
         :param result: what :meth:`state` found.
         :param at: when the last of them was told, in clock ticks since boot.
         """
-        age = (holders.ticks_since_boot() - at) / os.sysconf("SC_CLK_TCK")
+        age = age_of(at)
         if not told or not 0 <= age <= float(rung["wait"]):
             return result
         self.session.drop_answers()
@@ -357,21 +360,27 @@ class Work:
         return self.outcome(supervised, at)
 
     def verify(self) -> dict[str, Any]:
-        """The state; clean only if who was signalled before, and has ended since, stays away."""
-        result = self.state()
-        if self.outlived():
-            return self.result()
-        return self.settle(result, 0.0)
+        """The state; clean only if who was signalled before, and has ended since, stays away.
 
-    def outlived(self) -> bool:
-        """Does somebody outlive the SIGKILL of an earlier run, or of anybody? He is recorded."""
-        killed = {holder.pid for holder in self.view.mine if signals.is_being_killed(holder.pid)}
-        until = time.monotonic() + UNKILLABLE_AFTER
-        while killed and time.monotonic() < until:
-            time.sleep(LONGEST_PAUSE)
-            killed = {pid for pid in killed if signals.is_being_killed(pid)}
-        self.name_stuck(killed)
-        return bool(killed)
+        Who has been sent SIGKILL, by an earlier run or by anybody, is given the same time to end.
+        """
+        result = self.state()
+        killed = self.being_killed()
+        if killed:
+            until = time.monotonic() + UNKILLABLE_AFTER
+            while killed and time.monotonic() < until:
+                time.sleep(LONGEST_PAUSE)
+                killed &= self.being_killed()
+            self.session.drop_answers()
+            self.session.ask(*nvidia_smi.FIRST_QUESTIONS)
+            result = self.state()
+            self.name_stuck(killed)
+        return self.result() if self.view.stuck else self.settle(result, 0.0)
+
+    def being_killed(self) -> set[int]:
+        """Those this run is about that have been sent SIGKILL and have not ended."""
+        concerned = self.concerned(self.view)
+        return {holder.pid for holder in concerned if signals.is_being_killed(holder.pid)}
 
     def settle(self, result: dict[str, Any], patience: float) -> dict[str, Any]:
         """Watch as after a signal: somebody signalled at an earlier rung may have ended since.
@@ -405,11 +414,13 @@ class Work:
         :param at: when another run has signalled them, in clock ticks since boot.
         """
         judged = self.judge()
-        told = [each["at"] for each in self.earlier + self.actions if each["result"] == "sent"]
-        told += [] if at is None else [at]
+        done = self.earlier + self.actions
+        told = {each["node_pid"]: each["at"] for each in done if each["result"] == "sent"}
+        if at is not None:
+            told = dict({holder.pid: at for holder in supervised}, **told)
         found = None
         if told and judged.word == verdict.CLEAN:
-            found = restarts.pending(supervised, min(told))
+            found = restarts.pending(supervised, told)
         if found is None:
             return self.result(judged)
         holder, by = found
@@ -650,13 +661,21 @@ def refusal(strangers: list[holders.Holder]) -> str:
 
 def action(holder: holders.Holder, rung: dict[str, Any], outcome: str) -> dict[str, Any]:
     """What was done to whom and when (clock ticks since boot), for the record."""
+    # Of one that has left its control group it says nothing.
+    nearest = None if holder.escaped else owners.innermost(holder.cgroup or "")
     return dict(
         holder.as_dict(),
+        restarted_by=nearest.evidence if nearest else "",
         rung=rung["name"],
         signal=rung["signal"],
         result=outcome,
         at=holders.ticks_since_boot(),
     )
+
+
+def age_of(at: int) -> float:
+    """The seconds since then, which is in clock ticks since boot."""
+    return (holders.ticks_since_boot() - at) / os.sysconf("SC_CLK_TCK")
 
 
 def anybody_signalled(actions: list[dict[str, Any]]) -> bool:

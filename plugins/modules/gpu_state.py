@@ -15,6 +15,9 @@ description:
     the kernel and the driver give - the descriptors of all tasks, the mappings, and the driver's
     own list of processes - matched by device number.
   - Gives a verdict for each GPU and each target. Only what two readings proved is V(clean).
+  - Who has been sent SIGKILL already is given five seconds to end; then the verdict is V(unkillable).
+  - Where O(earlier) says that somebody was signalled, and all is zero, it is watched for a second, and
+    systemd, docker or podman are asked whether they start him again.
   - Serves a batch of targets in one execution on the host that it acts on, so that forty containers
     of one Proxmox host cost one connection.
 extends_documentation_fragment:

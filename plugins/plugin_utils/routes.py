@@ -66,8 +66,7 @@ def route(
     :raises RouteError: the variables contradict each other or name what is not there.
     """
     check_names(variables)
-    # An inventory that composes it leaves it empty for machines that are no containers.
-    vmid = 0 if variables.get("proxmox_vmid") == "" else whole(variables, "proxmox_vmid", 0)
+    vmid = whole(variables, "proxmox_vmid", 0)
     target = {
         "name": name,
         "vmid": vmid,

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import holders, owners, restarts
-from tests.patience import PATIENCE
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders, owners, restarts, work
+from tests.patience import PATIENCE, until
 
 
 def there(pid: int, start: int) -> holders.Holder:
@@ -25,7 +25,7 @@ def there(pid: int, start: int) -> holders.Holder:
 
 def pending(holder: holders.Holder, since: int = 950) -> str:
     """What starts this one again, that was signalled at this time."""
-    found = restarts.pending([holder], since)
+    found = restarts.pending([holder], {holder.pid: since})
     assert found is None or found[0] is holder
     return found[1] if found else ""
 
@@ -187,18 +187,21 @@ def test_of_a_unit_nothing_may_be_left_when_it_is_asked_about(
         f"/lxc/129/ns/libpod_parent/libpod-{H}",
         "/user.slice/user-1000.slice/user@1000.service/app.slice/vllm.service",
         "/",
+        # Control groups of version 1: the first names the container only.
+        f"/lxc/129/ns\n1:name=systemd:/lxc/129/ns{VLLM}",
     ],
 )
 def test_whom_an_earlier_rung_has_signalled_is_asked_about_like_whom_this_one_has(
     cgroup: str,
 ) -> None:
     ended = in_group(cgroup)
-    found = restarts.remembered(dict(ended.as_dict(), result="sent", at=950))
+    rung = {"name": "kill", "signal": "KILL"}
+    found = restarts.remembered(work.action(ended, rung, "sent"))
     assert restarts._question(found) == restarts._question(ended)
     assert (found.pid, found.name, str(found.owner)) == (ended.pid, ended.name, str(ended.owner))
     escaped = in_group(VLLM)
     escaped.owner = owners.Owner("lxc", "131", "PID namespace 7", by_namespace=True)
-    assert restarts._question(restarts.remembered(escaped.as_dict())) == []
+    assert restarts._question(restarts.remembered(work.action(escaped, rung, "sent"))) == []
 
 
 def test_who_is_to_be_ended_too_restarts_nothing(
@@ -354,20 +357,32 @@ def test_a_container_that_runs_again_but_holds_no_gpu_yet(
     assert pending(ended) == (f"podman, container {H[:12]} runs again" if expected else "")
     # Asked once for all of them, and one that has let go of its GPUs may still be there.
     other = in_group(f"/a/libpod-{H}")
-    assert (restarts.pending([other, ended], 950) is not None) is expected
+    assert (restarts.pending([other, ended], {ended.pid: 950}) is not None) is expected
     ended.pid, ended.start = os.getpid(), int((holders.stat_fields(os.getpid()) or [])[19])
     assert pending(ended) == ""
 
 
 @pytest.mark.parametrize(
-    ("name", "since", "expected"), [("sleep", 0, True), ("sleep", 10**12, False), ("cat", 0, False)]
+    ("command", "later", "expected"),
+    [
+        ("sleep 61", 0, True),
+        # A supervisor may give it another port.
+        ("sleep 8000", 0, True),
+        ("sleep 61", 10**9, False),
+        # A script goes on to the next thing; the interpreter is the same.
+        ("sleep 1m", 0, False),
+    ],
 )
-def test_a_parent_that_has_started_it_again(name: str, since: int, expected: bool) -> None:
+def test_a_parent_that_has_started_it_again(command: str, later: int, expected: bool) -> None:
     ended = there(9, 900)
-    ended.ppid, ended.name = os.getpid(), name
-    with subprocess.Popen(["sleep", "60"]) as child:
-        found = pending(ended, since)
-        child.kill()
+    ended.ppid, ended.name, ended.command = os.getpid(), "sleep", command
+    since = holders.ticks_since_boot() + later
+    with subprocess.Popen(["sleep", "61"]) as child:
+        try:
+            assert until(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "sleep\n")
+            found = pending(ended, since)
+        finally:
+            child.kill()
     assert (f"has started sleep (pid {child.pid})" in found) is expected
 
 
@@ -394,14 +409,14 @@ def test_each_is_asked_once_and_all_within_one_time(
 ) -> None:
     said = fake("systemctl", "true")
     workers = [in_group(f"{VLLM}/worker-{each}") for each in range(40)]
-    assert restarts.pending(workers, 950) is None
+    assert restarts.pending(workers, {workers[0].pid: 950}) is None
     assert len(said.read_text().splitlines()) == 1
     # A manager that hangs takes the time of all.
     monkeypatch.setattr(restarts, "ASK_TIMEOUT", 0.3)
     said = fake("systemctl", "exec sleep 60")
     units = [in_group(f"/system.slice/vllm-{each}.service") for each in range(200)]
     began = time.monotonic()
-    assert restarts.pending(units, 950) is None
+    assert restarts.pending(units, {units[0].pid: 950}) is None
     assert time.monotonic() - began < PATIENCE
     assert len(said.read_text().splitlines()) <= 2
 

@@ -70,7 +70,7 @@ def test_a_container_may_itself_be_named_among_the_carriers() -> None:
     assert (found["route"], found["acting"]) == ("container", "pve1")
 
 
-@pytest.mark.parametrize("vmid", [None, "", 0, "0"])
+@pytest.mark.parametrize("vmid", [None, 0, "0"])
 def test_no_number_is_no_container(vmid: Any) -> None:
     assert route("node1", proxmox_vmid=vmid)["route"] == "node"
     # A number that got lost must not turn the container's run into one over a whole machine.
@@ -136,7 +136,9 @@ def test_nor_is_what_names_the_rungs_or_the_plan(key: str, value: Any) -> None:
         routes.named({key: value}, key)
 
 
-@pytest.mark.parametrize("key", ["gpuops_scope", "gpuops_expected_gpus", "gpuops_verify_retries"])
+@pytest.mark.parametrize(
+    "key", ["gpuops_scope", "gpuops_expected_gpus", "gpuops_verify_retries", "proxmox_vmid"]
+)
 def test_an_empty_word_is_not_the_same_as_none(key: str) -> None:
     with pytest.raises(routes.RouteError, match=f"{key} is ''; write"):
         route("node1", **{key: ""})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     nvidia_smi,
     owners,
     restarts,
+    signals,
     turns,
     verdict,
     work,
@@ -281,7 +283,8 @@ KILL = {"name": "kill", "select": "escaped", "signal": "KILL", "wait": 5}
 def signalled(outcome: str = "sent", proof: str = "PID namespace 7") -> dict[str, Any]:
     """What an earlier rung has done to one that is gone."""
     who = {"node_pid": 499, "pid": 9, "ppid": 0, "start": 1, "name": "python3", "command": "x"}
-    return {**who, "owner_evidence": proof, "result": outcome, "at": 2}
+    near = proof if proof.startswith("cgroup ") else ""
+    return {**who, "owner_evidence": proof, "restarted_by": near, "result": outcome, "at": 2}
 
 
 @pytest.mark.parametrize("verb", ["release", "verify"])
@@ -389,29 +392,87 @@ def test_who_could_not_be_looked_at_may_have_what_the_baseline_covers(
 
 
 class Told:
-    """A turn that knows that everybody was told so many seconds ago, by a run that is gone."""
+    """A turn that knows that somebody was told so many seconds ago, by a run that is gone."""
 
-    def __init__(self, ago: float) -> None:
+    def __init__(self, pid: int, ago: float) -> None:
+        self.pid = pid
         self.at = holders.ticks_since_boot() - int(ago * os.sysconf("SC_CLK_TCK"))
 
-    def told_at(self, *_: object) -> int:
-        return self.at
+    def told_at(self, holder: holders.Holder, _: str) -> int:
+        return self.at if holder.pid == self.pid else 0
+
+    def remember(self, _: object) -> None:
+        """Whom this run tells."""
 
 
-@pytest.mark.parametrize(("ago", "waits"), [(0.5, 1.0), (60.0, 0.0)])
+@pytest.mark.parametrize("newcomer", [False, True])
+@pytest.mark.parametrize(("ago", "wait", "due"), [(0.5, 1.5, 1.0), (120.0, 60.0, 0.0)])
 def test_whom_a_broken_off_run_has_told_has_the_same_time_to_end(
-    machine: Machine, ago: float, waits: float
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    ago: float,
+    wait: float,
+    due: float,
+    newcomer: bool,
 ) -> None:
-    """Else the next rung kills at once, a moment after SIGTERM."""
-    one = holders.Holder(os.getpid())
-    assert holders.stat_fields(one.pid)
-    machine.comes(pid=one.pid)
-    part = machine.work(Reader("500"))
-    rung = {"name": "terminate", "select": "devices", "signal": "TERM", "wait": 1.5}
-    began = time.monotonic()
-    result = part.climb(rung, Told(ago))  # type: ignore[arg-type]
-    assert (result["verdict"], result["actions"]) == ("held", [])
-    assert waits <= time.monotonic() - began + 0.05 < waits + 1.0
+    """Else the next rung kills at once, a moment after SIGTERM; also if others are there by now."""
+    told = os.getpid()
+    machine.comes(pid=told, how="mapping")
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        if newcomer:
+            machine.comes(pid=other.pid, how="mapping")
+        for one in machine.there:
+            one.start = int((holders.stat_fields(one.pid) or [])[19])
+        everybody = list(machine.there)
+
+        def during() -> None:
+            machine.there = everybody[: 1 if other.poll() is not None else 2]
+
+        machine.during = during
+        part = machine.work(Reader("500"))
+        monkeypatch.setattr(part, "start_loop", lambda: None)
+        rung = {"name": "terminate", "select": "devices", "signal": "TERM", "wait": wait}
+        began = time.monotonic()
+        result = part.climb(rung, Told(told, ago))  # type: ignore[arg-type]
+        took = time.monotonic() - began
+    finally:
+        other.kill()
+        other.wait()
+    assert result["verdict"] == "held"
+    assert [each["node_pid"] for each in result["actions"]] == [other.pid] * newcomer
+    assert due <= took + 0.05
+    assert took < wait or due
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_is_being_killed_is_given_the_time_to_end(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """And what is said then is of then."""
+    asked = []
+
+    def being_killed(_: int) -> bool:
+        asked.append(1)
+        if ends and len(asked) == 3:
+            machine.there.clear()
+            reader.used = "0"
+        return len(asked) < 3 or not ends
+
+    monkeypatch.setattr(signals, "is_being_killed", being_killed)
+    monkeypatch.setattr(work, "UNKILLABLE_AFTER", PATIENCE if ends else 0.5)
+    machine.comes()
+    reader = Reader("500")
+    result = machine.work(reader).verify()
+    assert result["verdict"] == ("clean" if ends else "unkillable")
+
+
+def test_who_is_being_killed_elsewhere_is_not_waited_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "is_being_killed", lambda _: pytest.fail("he was asked about"))
+    machine.comes(device="gpu1")
+    assert machine.work(Reader(), gpus=["0"]).verify()["verdict"] == "clean"
 
 
 @pytest.mark.parametrize("earlier", [False, True])

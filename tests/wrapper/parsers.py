@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -38,8 +39,9 @@ def jsonl_of(text: str, report: Report) -> None:
     for line in lines:
         SCHEMA.validate(json.loads(line))
     assert [Report.from_json(line).hosts for line in lines] == [(host,) for host in report.hosts]
-    if lines:
-        assert Report.from_json(text) == report.of(report.hosts)
+    names = {host.name for host in report.hosts}
+    if lines and len(names) == len(lines):
+        assert Report.from_json(text) == replace(report.of(report.hosts), part_of=0)
         assert Report.from_json(text.encode()) == Report.from_json(text)
 
 

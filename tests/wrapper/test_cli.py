@@ -393,18 +393,30 @@ def test_json_lines_are_put_together_again(
     assert done.code == 0 and Report.from_json(done.out) == replay("reset-held")
 
 
-def test_json_lines_of_several_runs_are_no_report(
+def test_json_lines_that_are_not_all_of_one_run_are_no_report(
     call: Call, replay: Replay, tmp_path: Path
 ) -> None:
-    file = tmp_path / "x.jsonl"
-    runs = (replay("reset-held"), replace(replay("reset-held"), started="2026-11-30"))
-    file.write_text("".join(render(run, "jsonl") for run in runs))
-    done = call("report", str(file))
-    assert done.code == 2
-    assert done.err.splitlines() == [
-        "gpuops: its lines are of more than one run",
-        "        give those of one, with the same 'started'",
-    ]
+    run, other = replay("reset-held"), replace(replay("reset-held"), started="2026-11-30")
+    wide = replace(run, hosts=(*run.hosts, replace(run.hosts[0], name="node7")))
+    lines = render(run, "jsonl").splitlines(keepends=True)
+    for text, wrong in (
+        ("".join([*lines, render(other, "jsonl")]), "its lines are of more than one run"),
+        ("".join([*lines, lines[0]]), "a host is in it more than once"),
+        # The end of the file is missing: who is in it may be held.
+        ("".join(render(wide, "jsonl").splitlines(keepends=True)[:2]), "it has 2 of the 3 hosts"),
+    ):
+        file = tmp_path / "x.jsonl"
+        file.write_text(text)
+        done = call("report", str(file))
+        assert (done.code, done.out) == (2, "")
+        what, remedy = done.err.splitlines()
+        assert what.startswith(f"gpuops: {wrong}")
+        assert remedy == "        give all lines of one run, with the same 'started'"
+    # One line alone is the report of its host; blank ones say nothing.
+    file.write_text(lines[0] + "\n")
+    assert call("report", str(file), "--json").code == run.of(run.hosts[:1]).exit_code
+    file.write_text("\n".join(lines))
+    assert Report.from_json(call("report", str(file), "--json").out) == run
 
 
 def test_the_schema_is_printed(call: Call) -> None:
