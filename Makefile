@@ -7,6 +7,8 @@ MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST_ARGS ?=
+# Two at a time: the tests wait more than they work.
+PYTEST_WORKERS ?= 2
 
 # Debian packages that the tests' lab needs, one a line, # starts a comment.
 LAB_PACKAGES := tests/lab/packages.txt
@@ -76,7 +78,7 @@ lint: setup ## ruff, mypy, ansible-lint, and everything in the collection has do
 # The HTML report is looked at in a browser, which nothing else needs.
 test: lint ## everything that needs no GPU: set up, lint, all tests
 	@$(MAKE) packages LAB_PACKAGES=tests/wrapper/packages.txt
-	$(BIN)/pytest --ignore=tests/gpu $(PYTEST_ARGS)
+	$(BIN)/pytest --ignore=tests/gpu -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 unit: setup ## the fast tests only
 	$(BIN)/pytest tests/unit -m "not lab" $(PYTEST_ARGS)
