@@ -10,20 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import holders
+from tests import properties
 
-# No database: a test run leaves nothing behind. Nothing is timed: other tests share the machine.
-hypothesis.settings.register_profile(
-    "gpuops",
-    database=None,
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    max_examples=100,
-)
-hypothesis.settings.load_profile("gpuops")
+properties.load()
 
 Child = subprocess.Popen[str]
 Python = Callable[..., Child]

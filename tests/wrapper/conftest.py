@@ -9,23 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from gpuops.events import Collector, Step
 from gpuops.report import Report
+from tests import properties
 from tests.lab import Lab
 from tests.lab.node import which_missing
 
-# No database: a test run leaves nothing behind. Nothing is timed: other tests share the machine.
-hypothesis.settings.register_profile(
-    "gpuops",
-    database=None,
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    max_examples=100,
-)
-hypothesis.settings.load_profile("gpuops")
+properties.load()
 
 EVENTS = Path(__file__).parent / "events"
 RECORDED = sorted(path.stem for path in EVENTS.glob("*.json"))
