@@ -283,7 +283,9 @@ class Report:
 
     @property
     def part(self) -> str:
-        """Which part of the hosts was looked at: ``only GPU 0, 1``; empty for all of all."""
+        """Which part of the run or its hosts this is: ``only GPU 0, 1``; empty for all of all."""
+        if self.part_of > len(self.hosts):
+            return f"{len(self.hosts)} of the {self.part_of} hosts of its run"
         parts = {host.part for host in self.hosts}
         if len(parts) < 2:
             return "".join(parts)

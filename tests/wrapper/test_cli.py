@@ -412,9 +412,11 @@ def test_json_lines_that_are_not_all_of_one_run_are_no_report(
         what, remedy = done.err.splitlines()
         assert what.startswith(f"gpuops: {wrong}")
         assert remedy == "        give all lines of one run, with the same 'started'"
-    # One line alone is the report of its host; blank ones say nothing.
+    # One line alone is the report of its host, and says so; blank ones say nothing.
     file.write_text(lines[0] + "\n")
-    assert call("report", str(file), "--json").code == run.of(run.hosts[:1]).exit_code
+    done = call("report", str(file), "--output", "prometheus")
+    assert done.code == run.of(run.hosts[:1]).exit_code
+    assert "(1 of the 2 hosts of its run)" in done.err and "gpuops_run_clean" not in done.out
     file.write_text("\n".join(lines))
     assert Report.from_json(call("report", str(file), "--json").out) == run
 
