@@ -380,11 +380,11 @@ def _documents(text: str | bytes) -> list[Any]:
 
 
 def _joined(parts: list[Report]) -> Report:
-    """One report of those about one host each that were made of it; of one line alone that host's.
+    """One report of those about one host each that were made of it; one alone as it is.
 
     :raises ReportError: they are of several runs, or not all of one: what is missing may be held.
     """
-    if not parts[1:] and parts[0].part_of != 1:
+    if not parts[1:]:
         return parts[0]
     whole = replace(parts[0].of(host for part in parts for host in part.hosts), part_of=0)
     names = {host.name for host in whole.hosts}

@@ -61,7 +61,7 @@ def json_lines(report: Report) -> str:
 
     In ASCII: some readers take other characters than the line feed for the end of a line.
     """
-    count = len(report.hosts)
+    count = max(report.part_of, len(report.hosts))  # A line that is rendered again stays a part.
     alone = (replace(report.of([host]), part_of=count) for host in report.hosts)
     return "".join(json.dumps(each.to_dict()) + "\n" for each in alone)
 

@@ -14,7 +14,7 @@ import pytest
 from markdown_it import MarkdownIt
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuops import Report, json_schema
+from gpuops import Report, ReportError, json_schema
 from gpuops.render import render
 from gpuops.text import plain
 
@@ -38,11 +38,16 @@ def jsonl_of(text: str, report: Report) -> None:
     lines = text.splitlines()
     for line in lines:
         SCHEMA.validate(json.loads(line))
-    assert [Report.from_json(line).hosts for line in lines] == [(host,) for host in report.hosts]
+    each = [Report.from_json(line) for line in lines]
+    count = max(report.part_of, len(lines))
+    assert each == [replace(report.of([host]), part_of=count) for host in report.hosts]
     names = {host.name for host in report.hosts}
-    if lines and len(names) == len(lines):
+    if len(lines) > 1 and len(names) == count:
         assert Report.from_json(text) == replace(report.of(report.hosts), part_of=0)
         assert Report.from_json(text.encode()) == Report.from_json(text)
+    elif len(lines) > 1:
+        with pytest.raises(ReportError, match=r"hosts of its run|more than once"):
+            Report.from_json(text)
 
 
 def cells(text: str) -> list[list[str]]:

@@ -417,6 +417,8 @@ def test_json_lines_that_are_not_all_of_one_run_are_no_report(
     done = call("report", str(file), "--output", "prometheus")
     assert done.code == run.of(run.hosts[:1]).exit_code
     assert "(1 of the 2 hosts of its run)" in done.err and "gpuops_run_clean" not in done.out
+    again = call("report", str(file), "--output", "jsonl").out
+    assert again == lines[0]
     file.write_text("\n".join(lines))
     assert Report.from_json(call("report", str(file), "--json").out) == run
 

@@ -67,6 +67,15 @@ def test_a_thousand_reports_come_back_as_they_were(report: Report) -> None:
     assert Report.from_json(text) == report
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_line_alone_comes_back_as_it_was(replay: Replay, count: int) -> None:
+    """Of a run over one host as well, where the line is all of it."""
+    run = replay("reset-held")
+    line = replace(run.of(run.hosts[:1]), part_of=count)
+    assert Report.from_json(line.to_json()) == line
+    assert bool(line.part) == (count == 2)
+
+
 @settings(suppress_health_check=list(HealthCheck))
 @given(REPORTS)
 def test_the_schema_accepts_every_report(report: Report) -> None:
