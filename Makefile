@@ -89,7 +89,7 @@ demo: setup ## watch a reset in the lab, from held to clean
 bench: setup ## measure against the typed one-liner, in the lab
 	$(BIN)/python -m tests.bench
 
-races: setup ## the race tests with their full numbers, 15 minutes; writes docs/races.md
+races: setup ## the race tests with their full numbers, 9 minutes; writes docs/races.md
 	$(BIN)/python -m tests.races
 
 gpu-test: ## tests on a real NVIDIA GPU (root, idle GPU, no network); writes docs/real-gpu.md

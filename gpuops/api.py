@@ -54,7 +54,7 @@ def status(
     :param limit: hosts or groups of the inventory, as after ``-l``.
     :param inventory: files or folders; without it, what Ansible's configuration says.
     :param gpus: only these, by index, UUID or PCI address.
-    :param scope: whose processes count as the host's own: ``job:ID``, ``user:NAME`` or
+    :param scope: whose processes count as the host's own: ``job:NUMBER``, ``user:NAME`` or
         ``everything``.
     :param profile: as for :func:`reset`, and like ``check`` of no effect here: all verbs take the
         same, so that a program can leave open which it calls.

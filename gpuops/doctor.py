@@ -9,10 +9,7 @@ from collections.abc import Iterator
 
 from gpuops import runner
 from gpuops.errors import GpuopsError
-from gpuops.report import EXIT_CODES, Host, Report, worst
-
-# Verdicts with which a machine could be reached and read, whoever holds its GPUs.
-READABLE = ("clean", "held", "blocked", "unkillable")
+from gpuops.report import EXIT_CODES, READABLE, Host, Report, worst
 
 Finding = tuple[bool, str, str]
 """Whether it is well, what was found, and what to do."""

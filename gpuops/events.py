@@ -13,6 +13,8 @@ from datetime import datetime
 from typing import Any
 
 from gpuops.report import (
+    READABLE,
+    SIGNALLED,
     Action,
     Gpu,
     Host,
@@ -305,7 +307,7 @@ class Collector:
         return Host(
             name=seen.name,
             verdict=verdict,
-            changed=any(action.result in ("sent", "would be sent") for action in actions),
+            changed=any(action.result in SIGNALLED for action in actions),
             route=f"{seen.acting} for container {seen.vmid}" if seen.vmid else seen.acting,
             reason=reason,
             remedy=remedy,
@@ -339,8 +341,7 @@ def _text(value: Any) -> str:
 
 
 def _word(text: str) -> Verdict:
-    words: tuple[Verdict, ...] = ("clean", "held", "blocked", "unkillable")
-    return next((word for word in words if word == text), "unknown")
+    return next((word for word in READABLE if word == text), "unknown")
 
 
 def _seconds_between(first: str, last: str) -> float:
@@ -356,7 +357,7 @@ def _rung(name: str, seconds: float, found: Mapping[str, Any]) -> Rung:
         name=name,
         seconds=round(seconds, 3),
         verdict=_word(str(found.get("verdict"))),
-        signalled=sum(each["result"] in ("sent", "would be sent") for each in found["actions"]),
+        signalled=sum(each["result"] in SIGNALLED for each in found["actions"]),
         zero=_rounded(timings.get("zero")),
         second_zero=_rounded(timings.get("second_zero")),
     )

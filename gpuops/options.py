@@ -84,7 +84,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         "scope": click.option(
             "--scope",
             metavar="SCOPE",
-            help="Whose processes count: job:ID, user:NAME or everything. "
+            help="Whose processes count: job:NUMBER, user:NAME or everything. "
             "Default: the container's, or those that run directly on the node.",
         ),
         "profile": click.option(

@@ -36,6 +36,9 @@ EXIT_CODES: dict[Verdict, int] = {
 
 SEVERITY: tuple[Verdict, ...] = tuple(EXIT_CODES)
 
+# Verdicts with which a machine could be reached and read, whoever holds its GPUs.
+READABLE: tuple[Verdict, ...] = ("clean", "held", "blocked", "unkillable")
+
 SIGNALLED = ("sent", "would be sent")
 
 
@@ -150,7 +153,8 @@ class Rung:
 
     name: str
     seconds: float
-    """How long it took where it ran, its waiting included, seconds."""
+    """How long it took where it ran, its waiting included, seconds: of all hosts with the same
+    acting host together, which end a rung together."""
     verdict: Verdict
     """The host's verdict when the rung ended."""
     signalled: int = 0

@@ -85,7 +85,12 @@ def prometheus(report: Report) -> str:
     )
     killed = gauge("signalled_processes", "Processes that were signalled", "host")
     spared = gauge("spared_processes", "Holders left alive on purpose", "host")
-    rungs = gauge("rung_seconds", "How long a rung of the ladder took", "host", "rung")
+    rungs = gauge(
+        "rung_seconds",
+        "How long a rung of the ladder took, for all hosts of the same acting host",
+        "host",
+        "rung",
+    )
     for host in report.hosts:
         if host.only_gpus:
             part.labels(host.name, ",".join(host.only_gpus)).set(host.verdict == "clean")

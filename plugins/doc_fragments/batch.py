@@ -51,7 +51,7 @@ options:
       scope:
         description:
           - Whose processes may be touched. V(container) (of O(targets[].vmid)), V(node) (running
-            directly on the node), V(job:ID) (of that Slurm job), V(user:NAME) (of that user, directly
+            directly on the node), V(job:NUMBER) (of that Slurm job), V(user:NAME) (of that user, directly
             on the node), or V(everything), which still spares the protected. Empty is V(container) or
             V(node), whichever the target is.
         type: str

@@ -21,6 +21,9 @@ TARGETS_AT_ONCE = 32
 # Seconds, a day: whoever would wait longer has mistyped, and no clock goes on for ever.
 LONGEST = 86400.0
 
+# Seconds that an answer of nvidia-smi may take where nothing was said of it.
+SMI_TIMEOUT = 10.0
+
 # Seconds for the looks at all processes, and for everything that has no deadline of its own.
 LOOKS = 30.0
 SLACK = 10.0
@@ -34,9 +37,15 @@ def of_request(request: dict[str, Any]) -> float:
     """
     targets = request["targets"]
     wait = _granted((request.get("rung") or {}).get("wait") or 0)
-    smi = max([_granted(each.get("smi_timeout") or 10) for each in targets], default=10.0)
+    smi = max([_granted(smi_timeout(each)) for each in targets], default=SMI_TIMEOUT)
     rounds = -(-len(targets) // TARGETS_AT_ONCE)
     return 2 * smi + rounds * (2 * (wait + smi) + LOOKS) + SLACK
+
+
+def smi_timeout(spec: dict[str, Any]) -> Any:
+    """Seconds that an answer of nvidia-smi may take for the target that is described so."""
+    said = spec.get("smi_timeout")
+    return SMI_TIMEOUT if said is None else said
 
 
 def _granted(seconds: Any) -> float:

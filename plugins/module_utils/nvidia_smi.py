@@ -330,7 +330,6 @@ class Session:
         self._answered = 0.0
         # When the question of the last answer was put: it cannot be older.
         self._asked_at = 0.0
-        # The answer taken last is no older than this.
         self._write = self._read = -1
         # Different each time: a process can have any name, and names are part of the answers.
         self._mark = "gpuops-%s " % os.urandom(8).hex()
@@ -538,7 +537,7 @@ def open_session(target: dict[str, Any], stuck: str) -> Session:
         place, prefix = "container %d" % vmid, ["lxc-attach", "-n", str(vmid), "--"]
     else:
         place, prefix = "container %d" % vmid, ["pct", "exec", str(vmid), "--"]
-    session = Session(place, prefix, float(target.get("smi_timeout") or 10), stuck)
+    session = Session(place, prefix, float(deadline.smi_timeout(target)), stuck)
     session.ask(*FIRST_QUESTIONS)
     return session
 

@@ -52,7 +52,7 @@ class Target:
         ``expected_gpus`` (0: as many as there are device nodes); ``gpus`` (indices, UUIDs or bus
         ids to look at, empty for all); ``baseline_mib`` (MiB that an idle GPU may show: one
         number, or by index, UUID or bus id); ``protect`` (names never to be signalled);
-        ``scope`` (``container``, ``node``, ``job:ID``, ``user:NAME`` or ``everything``);
+        ``scope`` (``container``, ``node``, ``job:NUMBER``, ``user:NAME`` or ``everything``);
         ``plan`` (holders, as :func:`plan_entry` writes them: nobody else may be signalled);
         ``mps`` (``keep``, or ``quit`` to tell it to);
         ``holders_only`` (the driver tells no memory here, so holders alone decide);
@@ -71,7 +71,7 @@ class Target:
         self.plan: list[dict[str, Any]] | None = spec.get("plan")
         self.quits_mps = spec.get("mps") == "quit"
         self.holders_only = bool(spec.get("holders_only"))
-        self.smi_timeout = seconds("smi_timeout", spec.get("smi_timeout") or 10)
+        self.smi_timeout = seconds("smi_timeout", deadline.smi_timeout(spec), above_zero=True)
         # Inside a container the memory of others is seen, but not the others.
         self.inside = False
 
@@ -79,6 +79,15 @@ class Target:
     def place(self) -> str:
         """Where nvidia-smi is read for this target, in words."""
         return "container %d" % self.vmid if self.vmid else self.name
+
+    @property
+    def is_about_all(self) -> bool:
+        """Is a run about whoever holds any NVIDIA device that is in scope?
+
+        What a container sees is what it is about: the Proxmox host may have other GPUs, and with
+        the scope ``everything`` their holders are in scope too.
+        """
+        return not self.gpus and not (self.vmid and self.scope != "container")
 
     def wants(self, gpu: nvidia_smi.Gpu) -> bool:
         """Is this GPU one of those to be looked at?"""
@@ -113,7 +122,7 @@ def whole(key: str, value: Any) -> int:
     return found
 
 
-def seconds(key: str, value: Any) -> float:
+def seconds(key: str, value: Any, above_zero: bool = False) -> float:
     """This value as a number of seconds, of a day at most.
 
     :raises TargetError: it is none.
@@ -122,9 +131,11 @@ def seconds(key: str, value: Any) -> float:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
         found = -1.0
-    if not 0 <= found <= deadline.LONGEST:
+    if not 0 <= found <= deadline.LONGEST or (above_zero and not found):
+        least = " above zero" if above_zero else ""
         raise TargetError(
-            "%s is '%.40s'; write a number of seconds, %g at most" % (key, value, deadline.LONGEST)
+            "%s is '%.40s'; write a number of seconds%s, %g at most"
+            % (key, value, least, deadline.LONGEST)
         )
     return found
 
@@ -147,9 +158,10 @@ def scope(value: str, vmid: int) -> str:
     own = "container" if vmid else "node"
     kind, _, name = value.partition(":")
     # In a container all belong to the container; jobs and users can be told apart on a node.
-    if value in ("", own, "everything") or (name and kind in ("job", "user") and not vmid):
+    apart = kind == "user" or (kind == "job" and nvidia_smi.number(name) is not None)
+    if value in ("", own, "everything") or (name and apart and not vmid):
         return value or own
-    choices = "%s, everything" % own if vmid else "node, job:ID, user:NAME, everything"
+    choices = "%s, everything" % own if vmid else "node, job:NUMBER, user:NAME, everything"
     raise TargetError("scope is '%.40s'; write one of %s" % (value, choices))
 
 
@@ -256,7 +268,7 @@ def explains(holder: holders.Holder, gpu: nvidia_smi.Gpu) -> bool:
     """May this holder own what is in use of the GPU?
 
     What the driver lists it for, it owns; what it has merely opened, a little of. If the driver
-    lists it nowhere it still may, when it computes (has unified memory open) or holds the GPU
+    lists it nowhere it still may, when it computes (has unified memory mapped) or holds the GPU
     without a descriptor of its own.
     """
     if computes_elsewhere(holder, gpu.minor):
@@ -348,8 +360,7 @@ def judge(target: Target, readings: list[nvidia_smi.Reading], view: View, nodes:
             return Verdict(UNKNOWN, problem, remedy_for(problem))
     gpus = [gpu for gpu in readings[-1].gpus if target.wants(gpu)]
     words = [judge_gpu(target, gpu, view) for gpu in gpus]
-    whole = not target.gpus and not (target.vmid and target.scope != "container")
-    loose = [holder for holder in view.mine if not holder.gpus and whole]
+    loose = [holder for holder in view.mine if not holder.gpus and target.is_about_all]
     if loose:
         words.append(UNKILLABLE if any(holder.pid in view.stuck for holder in loose) else HELD)
     word = max(words, key=SEVERITY.index)

@@ -459,14 +459,9 @@ class Work:
         return [holder for holder in self.concerned(view) if SELECTIONS[select](holder, dirty)]
 
     def concerned(self, view: verdict.View) -> list[holders.Holder]:
-        """Those of mine that hold a GPU this run is about, or none but the control nodes.
-
-        What a container sees is what it is about: the Proxmox host may have other GPUs, and with
-        the scope ``everything`` their holders are in scope too.
-        """
+        """Those of mine that hold a GPU this run is about, or none but the control nodes."""
         asked = {gpu.minor for gpu in self.wanted()}
-        whole = not self.target.gpus and not (self.target.vmid and self.target.scope != "container")
-        return [holder for holder in view.mine if whole or holder.gpus & asked]
+        return [holder for holder in view.mine if self.target.is_about_all or holder.gpus & asked]
 
     def signal_all(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
         """Signal each of these that is still the same process, and would still be chosen.

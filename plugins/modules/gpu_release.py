@@ -37,8 +37,8 @@ options:
       select:
         description:
           - V(mps), NVIDIA's Multi-Process Service.
-          - V(workloads), holders that compute - the driver lists them, or they have a GPU and unified
-            memory open.
+          - V(workloads), holders that compute - the driver lists them, or they have unified memory
+            mapped.
           - V(dirty_gpus), whoever holds a GPU that is not zero, by any evidence.
           - V(devices), whoever holds any NVIDIA device, by any evidence.
           - V(escaped), holders that left the container's control group but are still in its PID

@@ -170,7 +170,6 @@ class BatchAction(ActionBase):
     """Run a batch on the acting host, or take one host's result out of it."""
 
     _supports_check_mode = True
-    _supports_diff = True
     _supports_async = True
     VERB: ClassVar[str]
     SPEC: ClassVar[dict[str, Any]]

@@ -21,9 +21,9 @@ import pexpect
 import pytest
 import yaml
 
-from gpuops import Interrupted, PlanError, Report, api, cli, doctor, options
+from gpuops import Interrupted, PlanError, Report, api, cli, options
 from gpuops.render import render
-from gpuops.report import EXIT_CODES
+from gpuops.report import EXIT_CODES, READABLE
 from gpuops.verbs import joined
 from tests.lab import Lab
 from tests.patience import PATIENCE, until
@@ -608,7 +608,7 @@ def test_help_tells_the_exit_codes(call: Call, verb: str) -> None:
 
 def test_help_of_doctor_tells_those_codes_that_it_has(call: Call) -> None:
     told = re.findall(r"^ +(\d+)  \w", call("doctor", "--help").out, re.M)
-    ends = [EXIT_CODES[verdict] for verdict in EXIT_CODES if verdict not in doctor.READABLE]
+    ends = [EXIT_CODES[verdict] for verdict in EXIT_CODES if verdict not in READABLE]
     assert sorted(map(int, told)) == sorted([0, 1, 130, *ends])
 
 

@@ -211,7 +211,6 @@ def test_a_full_device_says_so(replay: Replay, tmp_path: Path) -> None:
     assert full.is_char_device()
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self").exists(), reason="needs /proc")
 def test_a_file_that_cannot_be_written_says_so(replay: Replay) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
         write(replay("reset-held"), "json", Path("/proc/self/out.json"))
