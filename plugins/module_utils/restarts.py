@@ -76,10 +76,11 @@ def is_same(holder: holders.Holder, ended: dict[str, Any]) -> bool:
 
 
 def remembered(ended: dict[str, Any]) -> holders.Holder:
-    """Whom an action of this run was about, as far as that tells who may start it again."""
+    """Whom an action of this run was about, as far as its record tells."""
     holder = holders.Holder(ended["node_pid"])
     holder.ns_pid, holder.ppid, holder.start = ended["pid"], ended["ppid"], ended["start"]
     holder.name, holder.command = ended["name"], ended["command"]
+    holder.evidence = {device: set(how) for device, how in ended["evidence"].items()}
     holder.owner = owners.Owner("host", "", ended["owner_evidence"])
     path = ended["restarted_by"].partition("cgroup ")[2]
     if path:

@@ -109,9 +109,14 @@ def grips_on(chosen: list[holders.Holder]) -> list[Grip]:
     return grips
 
 
-def is_being_killed(pid: int) -> bool:
+def is_being_killed(holder: holders.Holder) -> bool:
     """Has it been sent SIGKILL, by whomever, and has not ended yet?"""
-    text = holders.read_bytes("/proc/%d/status" % pid)
+    text = holders.read_bytes("/proc/%d/status" % holder.pid)
+    grip = Grip(holder.pid, holder.start)
+    ended = grip.ended()
+    grip.close()
+    if ended:
+        return False
     pending = re.findall(rb"^(?:ShdPnd|SigPnd):\s*([0-9a-f]+)$", text, re.MULTILINE)
     return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
 

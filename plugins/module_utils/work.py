@@ -65,6 +65,12 @@ class Work:
         self.view = verdict.View()
         self.scan: holders.Scan | None = None
         self.actions: list[dict[str, Any]] = []
+        # Mine as they were seen last, by PID; of earlier rungs those that were signalled.
+        self.seen = {
+            each["node_pid"]: restarts.remembered(each)
+            for each in earlier
+            if each["result"] == "sent"
+        }
         self.timings: dict[str, float] = {}
         self.first_signal = 0.0
         self.nodes = 0
@@ -147,6 +153,7 @@ class Work:
         if not self.problem() and self._unexplained():
             self.scan = self.node.look(since, deep=True)
             self.view = self.sort(self.scan)
+        self.seen.update((holder.pid, holder) for holder in self.view.mine)
 
     def sort(self, found: holders.Scan) -> verdict.View:
         """What may be done to whom of those found."""
@@ -155,7 +162,7 @@ class Work:
         if self.target.gpus:
             view.limit({gpu.minor for gpu in self.wanted()})
         if self.target.quits_mps:
-            concerned = self.concerned(view)
+            concerned = self.concerned(view.mine)
             left = [holder for holder in view.mine if holder not in concerned]
             why = verdict.LEFT_OUT if self.target.gpus else verdict.NOT_THERE
             view.keep_shared_mps(left, why)
@@ -275,7 +282,7 @@ class Work:
             spared=[dict(holder.as_dict(), why=why) for holder, why in self.view.spared],
             stuck={str(pid): why for pid, why in self.view.stuck.items()},
             **self.record(),
-            settled=judged.word != verdict.HELD or not self.concerned(self.view),
+            settled=judged.word != verdict.HELD or not self.concerned(self.view.mine),
             waiting=self.may_free_itself(judged),
             readings=len(self.readings),
             timings=self.timings,
@@ -379,8 +386,18 @@ class Work:
 
     def being_killed(self) -> set[int]:
         """Those this run is about that have been sent SIGKILL and have not ended."""
-        concerned = self.concerned(self.view)
-        return {holder.pid for holder in concerned if signals.is_being_killed(holder.pid)}
+        concerned = self.concerned(self.view.mine + self.out_of_sight())
+        return {holder.pid for holder in concerned if signals.is_being_killed(holder)}
+
+    def out_of_sight(self) -> list[holders.Holder]:
+        """Those of mine that were seen before, and hold nothing now: they have ended, or hang.
+
+        One that hangs while it ends has nothing open any more, and none of it is free before it
+        has ended (the kernel closes all files first, and lets go of them afterwards).
+        """
+        there = {holder.pid for holder in self.view.mine}
+        there |= {holder.pid for holder, _ in self.view.spared}
+        return [holder for pid, holder in self.seen.items() if pid not in there]
 
     def settle(self, result: dict[str, Any], patience: float) -> dict[str, Any]:
         """Watch as after a signal: somebody signalled at an earlier rung may have ended since.
@@ -436,14 +453,14 @@ class Work:
         if strangers:
             return dict(result, settled=True, refused=refusal(strangers))
         done = {each["node_pid"] for each in self.earlier}
-        left = [holder for holder in self.concerned(self.view) if holder.pid not in done]
+        left = [holder for holder in self.concerned(self.view.mine) if holder.pid not in done]
         chosen = [holder for holder in self.choose(rung["select"], self.view) if holder in left]
         return dict(
             result,
             actions=[action(holder, rung, "would be sent") for holder in chosen],
             changed=bool(chosen),
             settled=len(chosen) == len(left),
-            plan=[verdict.plan_entry(holder) for holder in self.concerned(self.view)],
+            plan=[verdict.plan_entry(holder) for holder in self.concerned(self.view.mine)],
         )
 
     def strangers(self, view: verdict.View) -> list[holders.Holder]:
@@ -451,17 +468,17 @@ class Work:
         plan = self.target.plan
         if plan is None:
             return []
-        return [each for each in self.concerned(view) if verdict.plan_entry(each) not in plan]
+        return [each for each in self.concerned(view.mine) if verdict.plan_entry(each) not in plan]
 
     def choose(self, select: str, view: verdict.View) -> list[holders.Holder]:
         """The holders that a rung is about, out of those in scope and not protected."""
         dirty = {gpu.minor for gpu in self.wanted() if not self.target.is_zero(gpu)}
-        return [holder for holder in self.concerned(view) if SELECTIONS[select](holder, dirty)]
+        return [holder for holder in self.concerned(view.mine) if SELECTIONS[select](holder, dirty)]
 
-    def concerned(self, view: verdict.View) -> list[holders.Holder]:
-        """Those of mine that hold a GPU this run is about, or none but the control nodes."""
+    def concerned(self, mine: list[holders.Holder]) -> list[holders.Holder]:
+        """Those of these that hold a GPU this run is about, or none but the control nodes."""
         asked = {gpu.minor for gpu in self.wanted()}
-        return [holder for holder in view.mine if self.target.is_about_all or holder.gpus & asked]
+        return [holder for holder in mine if self.target.is_about_all or holder.gpus & asked]
 
     def signal_all(self, chosen: list[holders.Holder], rung: dict[str, Any]) -> list[signals.Grip]:
         """Signal each of these that is still the same process, and would still be chosen.
@@ -581,7 +598,7 @@ class Work:
             elif quiet is None:
                 quiet = elapsed
             if zeros >= 2 and quiet is not None and looked:
-                if self.concerned(self.view) or elapsed >= quiet + max(
+                if self.concerned(self.view.mine) or elapsed >= quiet + max(
                     watch, self.unseen_release()
                 ):
                     break
@@ -604,7 +621,8 @@ class Work:
             grip.close()
 
     def name_stuck(self, pids: set[int]) -> None:
-        """Record what those that outlived SIGKILL are waiting for."""
+        """Record what those that outlived SIGKILL wait for; they still hold what they did."""
+        self.view.mine += [holder for holder in self.out_of_sight() if holder.pid in pids]
         for holder in self.view.mine:
             if holder.pid in pids:
                 self.view.stuck[holder.pid] = signals.why_stuck(holder.pid)

@@ -171,6 +171,8 @@ def hold(spec: Spec) -> None:
     register(spec)
     if kind == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "hung-exit":
+        os.open(spec["stuck_file"], os.O_RDONLY)
     if kind == "unkillable":
         with open(spec["stuck_file"], "rb", buffering=0) as file:
             file.read(1)

@@ -54,6 +54,8 @@ MODEL_COMMAND = (
     "--port",
     "30000",
 )
+# Which file of such a mount stops a holder of this kind.
+STUCK_FILES = {"unkillable": "file", "hung-exit": "unsaved"}
 SESSION = "user.slice/user-0.slice/session-1.scope"
 SSH_SERVICE = "system.slice/ssh.service"
 INSIDE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -676,7 +678,7 @@ class Lab:
         started: list[Callable[[], dict[str, Any]]] = []
         for _ in range(count):
             spec = wish.spec(host, where)
-            if wish.kind == "unkillable":
+            if wish.kind in STUCK_FILES:
                 self.start_stuck_files(where.name, init, spec)
             started.append(self.start_holder(host, init, spec, wish))
         return [self.await_state(wish.kind, wait()) for wait in started]
@@ -696,9 +698,9 @@ class Lab:
         return partial(self.await_registration, self.plan().host(host).name, spec)
 
     def start_stuck_files(self, host: str, init: int, spec: dict[str, Any]) -> None:
-        """A mount in the host whose files are never read to the end, served from outside it."""
+        """A mount in the host whose files stop those that use them, served from outside it."""
         point = f"/mnt/models-{spec['claim']['id']}"
-        spec["stuck_file"] = f"{point}/file"
+        spec["stuck_file"] = f"{point}/{STUCK_FILES[spec['claim']['kind']]}"
         namespace = os.open(f"/proc/{init}/ns/mnt", os.O_RDONLY)
         helpers = str(self.paths.cgroup / "helpers")
         log = (self.paths.host(host) / "stuck.log").open("a")

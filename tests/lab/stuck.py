@@ -1,7 +1,8 @@
 """A FUSE file system that never answers a read: its readers sit in state D, whatever is sent.
 
 Of a file called nvidia-something it does not even tell what it is: it can be opened, but whoever
-asks what a descriptor of it is about (stat) sits in state D as well.
+asks what a descriptor of it is about (stat) sits in state D as well. A file called unsaved cannot
+be closed: whoever has it open hangs while he ends, before anything that he had open is let go.
 
     python -m tests.lab.stuck MNT_NS_FD MOUNT_POINT CGROUP
 
@@ -21,11 +22,11 @@ from pathlib import Path
 
 from . import linux
 
-LOOKUP, FORGET, GETATTR, OPEN, READ, INIT = 1, 2, 3, 14, 15, 26
+LOOKUP, FORGET, GETATTR, OPEN, READ, FLUSH, INIT = 1, 2, 3, 14, 15, 25, 26
 OPENDIR, INTERRUPT, BATCH_FORGET = 27, 36, 42
 FOPEN_DIRECT_IO = 1
 ENOSYS, EIO = 38, 5
-ROOT, FILE, SILENT = 1, 2, 3
+ROOT, FILE, SILENT, UNSAVED = 1, 2, 3, 4
 TYPE, SOURCE = "fuse.sshfs", "storage:/models"  # how the mount looks in /proc/mounts
 
 
@@ -64,12 +65,18 @@ class Server:
         elif operation == GETATTR:
             self.reply(unique, struct.pack("<QII", 60, 0, 0) + attributes(node))
         elif operation == LOOKUP:
-            silent = request[40:].startswith(b"nvidia-")
-            found, seconds = (SILENT, 0) if silent else (FILE, 60)
+            name = request[40:].rstrip(b"\0")
+            found, seconds = UNSAVED if name == b"unsaved" else FILE, 60
+            if name.startswith(b"nvidia-"):
+                found, seconds = SILENT, 0
             entry = struct.pack("<QQQQII", found, 0, 60, seconds, 0, 0)
             self.reply(unique, entry + attributes(found))
         elif operation in (OPEN, OPENDIR):
             self.reply(unique, struct.pack("<QII", 0, FOPEN_DIRECT_IO, 0))
+        elif operation == FLUSH and node == UNSAVED:
+            pass  # never answered
+        elif operation == FLUSH:
+            self.reply(unique)  # "not known here" would spare it to the other file as well
         elif operation == READ and not self.primed:
             self.first_read = unique
         elif operation == READ:

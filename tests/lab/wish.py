@@ -19,6 +19,7 @@ KINDS = (
     "mapped-only",
     "open-only",
     "unkillable",
+    "hung-exit",
     "mps",
 )
 SERVER_MIB = 76115
@@ -138,7 +139,7 @@ class Wish:
             raise BadValue(f"--unit {name}: write the name without .service")
         if self.user_session and self.kind == "mps":
             raise BadValue("--kind mps does not go with --user-session")
-        if self.podman and self.kind in ("unkillable", "zombie-parent", "mps"):
+        if self.podman and self.kind in ("unkillable", "hung-exit", "zombie-parent", "mps"):
             raise BadValue(f"--podman does not go with --kind {self.kind}")
 
     def service(self) -> str:

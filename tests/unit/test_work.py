@@ -282,8 +282,16 @@ KILL = {"name": "kill", "select": "escaped", "signal": "KILL", "wait": 5}
 
 def signalled(outcome: str = "sent", proof: str = "PID namespace 7") -> dict[str, Any]:
     """What an earlier rung has done to one that is gone."""
-    who = {"node_pid": 499, "pid": 9, "ppid": 0, "start": 1, "name": "python3", "command": "x"}
+    who: dict[str, Any] = {
+        "node_pid": 499,
+        "pid": 9,
+        "ppid": 0,
+        "start": 1,
+        "name": "python3",
+        "command": "x",
+    }
     near = proof if proof.startswith("cgroup ") else ""
+    who["evidence"] = {"gpu0": ["descriptor"]}
     return {**who, "owner_evidence": proof, "restarted_by": near, "result": outcome, "at": 2}
 
 
@@ -452,7 +460,7 @@ def test_who_is_being_killed_is_given_the_time_to_end(
     """And what is said then is of then."""
     asked = []
 
-    def being_killed(_: int) -> bool:
+    def being_killed(_: holders.Holder) -> bool:
         asked.append(1)
         if ends and len(asked) == 3:
             machine.there.clear()
@@ -465,6 +473,25 @@ def test_who_is_being_killed_is_given_the_time_to_end(
     reader = Reader("500")
     result = machine.work(reader).verify()
     assert result["verdict"] == ("clean" if ends else "unkillable")
+
+
+@pytest.mark.parametrize(("device", "word"), [("gpu0", "unkillable"), ("gpu1", "clean")])
+def test_who_was_killed_and_hangs_while_it_ends_is_not_taken_for_gone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, device: str, word: str
+) -> None:
+    """Nothing that it has open is seen any more, and none of it is free."""
+    monkeypatch.setattr(work, "UNKILLABLE_AFTER", 0.3)
+    stuck = [500]
+    monkeypatch.setattr(signals, "is_being_killed", lambda holder: holder.pid in stuck)
+    part = machine.work(Reader(), gpus=["0"])
+    machine.comes(device=device)
+    part.state()
+    machine.there.clear()
+    result = part.verify()
+    assert result["verdict"] == word
+    assert [each["node_pid"] for each in result["holders"]] == [500] * (word == "unkillable")
+    stuck.clear()
+    assert part.verify()["verdict"] == "clean"
 
 
 def test_who_is_being_killed_elsewhere_is_not_waited_for(
