@@ -20,6 +20,11 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
 # The inode of the kernel's first PID namespace, from include/linux/proc_ns.h.
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
+# What marks a container: systemd's, docker's and podman's file, and what PID 1 has in its
+# environment: of LXC, systemd-nspawn and podman, and of each pod (kubelet always sets it).
+MARKS = ("/run/systemd/container", "/.dockerenv", "/run/.containerenv")
+TOLD = (b"container=", b"KUBERNETES_SERVICE_HOST=")
+
 # Seconds for the command line of a process that waits in the kernel; most can be read at once.
 COMMAND_TIMEOUT = 0.5
 
@@ -306,17 +311,18 @@ def _read_own_cgroup() -> str | None:
 
 
 def _in_container() -> bool:
-    """Are we inside a container? systemd and LXC tell PID 1 so; others mark /run or /.
+    """Are we inside a container? Some leave a mark, others tell PID 1 in its environment.
 
     Never in the kernel's first PID namespace: a virtual machine made from a container's image
     bears the marks, but nothing is hidden from us there.
     """
     if os.stat("/proc/self/ns/pid").st_ino == FIRST_PID_NAMESPACE:
         return False
-    if any(os.path.exists(mark) for mark in ("/run/systemd/container", "/.dockerenv")):
-        return True
-    try:
-        with open("/proc/1/environ", "rb") as environment:
-            return any(line.startswith(b"container=") for line in environment.read().split(b"\0"))
-    except OSError:
-        return False
+    told = holders.read_bytes("/proc/1/environ")
+    # Who may not read it is no machine's own root.
+    return not told or any(map(os.path.exists, MARKS)) or told_so(told)
+
+
+def told_so(environment: bytes) -> bool:
+    """Does this environment of PID 1 say that it is a container's?"""
+    return any(line.startswith(TOLD) for line in environment.split(b"\0"))

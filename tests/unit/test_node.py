@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +29,8 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
 from tests.patience import PATIENCE, until
 
 from .conftest import Python
+
+COLLECTIONS = Path(__file__).resolve().parents[2] / "collections"
 
 # PID namespaces: the node's own and the one above it, two containers', and some inside those.
 ABOVE, NODE, CT129, CT130, INNER = 1, 2, 129000, 130000, 900
@@ -455,6 +460,34 @@ def test_the_command_of_who_has_stopped_a_look_is_read_aside(
     protecting = verdict.Target({**spec, "protect": ["my-editor"]})
     assert host._unseen(protecting, found, False) == []
     assert asked == [pid]
+
+
+IN_CONTAINER = """\
+import sys; sys.path.insert(0, {path!r})
+from ansible_collections.gpuops.gpu.plugins.module_utils import node
+node.MARKS = {marks!r}
+print(node._in_container())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="makes a namespace")
+@pytest.mark.parametrize(
+    ("told", "marks", "inside"),
+    [
+        ("HOME=/root", [], False),
+        ("HOME=/root", ["/proc"], True),
+        ("container=lxc", [], True),
+        ("KUBERNETES_SERVICE_HOST=10.0.0.1", [], True),
+        ("MY_container=x", [], False),
+    ],
+)
+def test_a_pod_is_known_for_a_container_too(told: str, marks: list[str], inside: bool) -> None:
+    """From inside one the holders of others are not seen: what is zero there proves less."""
+    code = IN_CONTAINER.format(path=str(COLLECTIONS), marks=marks)
+    clean = ["env", "-i", f"PATH={os.environ['PATH']}", told]
+    space = ["unshare", "-m", "-p", "-f", "--mount-proc", "--kill-child", sys.executable, "-c"]
+    ran = subprocess.run([*clean, *space, code], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"{inside}\n"
 
 
 def test_after_a_look_that_failed_no_answer_passes_for_another(
