@@ -133,6 +133,13 @@ class Holder:
         return {int(device[3:]) for device in self.evidence if device.startswith("gpu")}
 
     @property
+    def maps(self) -> bool:
+        """Has it mapped a GPU? Whoever has only opened one can do nothing there."""
+        return any(
+            "mapping" in how for device, how in self.evidence.items() if device.startswith("gpu")
+        )
+
+    @property
     def escaped(self) -> bool:
         """Known for its owner's only by its PID namespace: it has left the control group."""
         return self.owner.by_namespace

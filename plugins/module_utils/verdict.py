@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import deadline, holders, nvidia_smi
 
@@ -386,12 +387,7 @@ def clean_reason(target: Target, gpus: list[nvidia_smi.Gpu], listed: int, view: 
 
     :param gpus: those that were asked for, of so many that are listed.
     """
-    nobody = "nobody"
-    there = {gpu.minor for gpu in gpus}
-    harmless = [holder for holder, _ in view.spared if holder.gpus & there]
-    if harmless:
-        more = " and %d more" % (len(harmless) - 1) if harmless[1:] else ""
-        nobody += " but %s%s" % (short(harmless[0]), more)
+    nobody = nobody_but(left_alone_on(gpus, view))
     if any(gpu.used_mib is None for gpu in gpus):
         return "%s holds any of %d GPUs in two readings in %s; %s" % (
             nobody,
@@ -410,6 +406,20 @@ def clean_reason(target: Target, gpus: list[nvidia_smi.Gpu], listed: int, view: 
     )
 
 
+def left_alone_on(gpus: list[nvidia_smi.Gpu], view: View) -> list[holders.Holder]:
+    """The spared ones that hold any of these GPUs."""
+    there = {gpu.minor for gpu in gpus}
+    return [holder for holder, _ in view.spared if holder.gpus & there]
+
+
+def nobody_but(some: list[holders.Holder]) -> str:
+    """``nobody``, or ``nobody but`` these, cut after the first."""
+    if not some:
+        return "nobody"
+    more = " and %d more" % (len(some) - 1) if some[1:] else ""
+    return "nobody but %s%s" % (short(some[0]), more)
+
+
 def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -> Verdict:
     """Reason and remedy of a host that is not clean."""
     if word == UNKILLABLE:
@@ -420,40 +430,52 @@ def explain(target: Target, word: str, gpus: list[nvidia_smi.Gpu], view: View) -
             "free what it waits for, or restart the container or the node",
         )
     bad = [gpu for gpu in gpus if judge_gpu(target, gpu, view) == word]
-    where = memory_sentence(bad) if bad else "the driver's control nodes are held"
-    if word == BLOCKED:
-        others = {}
-        remedies = []
-        for gpu in bad:
-            for holder, why in view.in_the_way(gpu, target.is_zero(gpu)):
-                others[holder.pid] = "%s, %s" % (short(holder), why)
-                remedies.append(way_out(target, holder, why))
-        if others:
-            return Verdict(
-                word,
-                "%s, held by %s" % (where, "; ".join(list(others.values())[:3])),
-                "; ".join(sorted(set(remedies), key=remedies.index)),
-            )
-        return Verdict(
-            word,
-            "%s, and no process visible in this container holds it" % where,
-            "act from the Proxmox host: set proxmox_vmid and gpuops_proxmox_host for this host",
-        )
-    there = {gpu.minor for gpu in bad}
-    mine = {
-        holder.pid: short(holder)
-        for holder in view.mine
-        if not bad or None in there or holder.gpus & there
-    }
-    if mine:
-        names = "; ".join(list(mine.values())[:3])
-        more = " and %d more" % (len(mine) - 3) if len(mine) > 3 else ""
-        return Verdict(word, "%s, held by %s%s" % (where, names, more), "run reset_gpus.yml")
-    seen = "that could be looked at " if view.unreadable else ""
+    if word == UNKNOWN:
+        return Verdict(word, "no memory in use was read of " + memory_sentence(bad), remedy_for(""))
+    return explain_blocked(target, bad, view) if word == BLOCKED else explain_held(bad, view)
+
+
+def explain_blocked(target: Target, bad: list[nvidia_smi.Gpu], view: View) -> Verdict:
+    """Who must not be touched and is in the way, or that nobody can be seen from in here."""
+    where = memory_sentence(bad)
+    others = {}
+    remedies: dict[str, None] = {}
+    for gpu in bad:
+        for holder, why in view.in_the_way(gpu, target.is_zero(gpu)):
+            others[holder.pid] = "%s, %s" % (short(holder), why)
+            remedies[way_out(target, holder, why)] = None
+    if others:
+        reason = "%s, held by %s" % (where, "; ".join(list(others.values())[:3]))
+        return Verdict(BLOCKED, reason, "; ".join(remedies))
     return Verdict(
-        word,
-        "%s, and no process %sholds it" % (where, seen),
-        "wait for the driver to release it; if it stays, reset the GPU or reboot the node",
+        BLOCKED,
+        "%s, and no process visible in this container holds it" % where,
+        "act from the Proxmox host: set proxmox_vmid and gpuops_proxmox_host for this host",
+    )
+
+
+def explain_held(bad: list[nvidia_smi.Gpu], view: View) -> Verdict:
+    """Who in scope holds it; else that the driver has not freed it, and who is there besides.
+
+    :param bad: the GPUs that are held; none where only the driver's control nodes are.
+    """
+    where = memory_sentence(bad) if bad else "the driver's control nodes are held"
+    there = {gpu.minor for gpu in bad}
+    mine = [holder for holder in view.mine if not bad or None in there or holder.gpus & there]
+    if mine:
+        names = "; ".join(short(holder) for holder in mine[:3])
+        more = " and %d more" % (len(mine) - 3) if len(mine) > 3 else ""
+        return Verdict(HELD, "%s, held by %s%s" % (where, names, more), "run reset_gpus.yml")
+    seen = " that could be looked at" if view.unreadable else ""
+    # Who draws is not in the driver's list of those that compute, but maps the GPU as they do.
+    beside = sorted(left_alone_on(bad, view), key=lambda holder: not holder.maps)
+    nobody = nobody_but(beside) if beside else "no process"
+    first = "stop %s, " % (beside[0].name or "it") if beside else ""
+    return Verdict(
+        HELD,
+        "%s, and %s%s holds it" % (where, nobody, seen),
+        "wait for the driver to release it; if it stays, %sreset the GPU or reboot the node"
+        % first,
     )
 
 
@@ -498,12 +520,29 @@ def restarting(holder: holders.Holder, by: str, remedy: str) -> Verdict:
 
 
 def memory_sentence(gpus: list[nvidia_smi.Gpu]) -> str:
-    """``GPU 1: 76115 MiB, GPU 2: 0 MiB``, cut after a few."""
-    parts = [
-        "GPU %d: %s" % (gpu.index, "%d MiB" % gpu.used_mib if gpu.used_mib is not None else "-")
-        for gpu in gpus
-    ]
+    """``GPU 0-6: 76115 MiB each, GPU 7: 4 MiB``, cut after a few."""
+    parts = []
+    for used, alike in itertools.groupby(gpus, key=lambda gpu: gpu.used_mib):
+        parts += [_memory_of(used, run) for run in _runs([gpu.index for gpu in alike])]
     return ", ".join(parts[:8]) + (" and %d more" % (len(parts) - 8) if len(parts) > 8 else "")
+
+
+def _runs(indices: list[int]) -> list[list[int]]:
+    """These numbers, in pieces of those that follow each other."""
+    pieces: list[list[int]] = []
+    for index in indices:
+        if pieces and index == pieces[-1][-1] + 1:
+            pieces[-1].append(index)
+        else:
+            pieces.append([index])
+    return pieces
+
+
+def _memory_of(used: int | None, indices: list[int]) -> str:
+    text = "%d MiB" % used if used is not None else "-"
+    if not indices[1:]:
+        return "GPU %d: %s" % (indices[0], text)
+    return "GPU %d-%d: %s each" % (indices[0], indices[-1], text)
 
 
 def short(holder: holders.Holder) -> str:
@@ -540,6 +579,11 @@ REMEDIES = (
     (
         "could not be started",
         "see what the acting host lacks: memory, processes (ulimit -u), files",
+    ),
+    (
+        "reads '[N/A]'",
+        "where the driver never tells a GPU's memory set gpuops_holders_only=true; else run "
+        "nvidia-smi there by hand",
     ),
     ("not installed", "install NVIDIA's user-space tools there, of the driver's version"),
     ("is stuck in the driver", "the node needs a reboot; nothing was read or signalled"),

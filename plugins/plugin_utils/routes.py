@@ -119,8 +119,12 @@ def check_names(variables: Mapping[str, Any]) -> None:
     """
     for name in sorted(variables):
         if name.startswith("gpuops_") and name not in NAMES:
-            near = difflib.get_close_matches(name, sorted(NAMES), 1)
-            hint = f"did you mean {near[0]}?" if near else "leave it out, or name it otherwise"
+            known = sorted(each.removeprefix("gpuops_") for each in NAMES)
+            # What all begin with makes none of them near.
+            near = difflib.get_close_matches(name.removeprefix("gpuops_"), known, 1)
+            hint = (
+                f"did you mean gpuops_{near[0]}?" if near else "leave it out, or name it otherwise"
+            )
             raise RouteError(f"there is no variable {name}; {hint}")
 
 
@@ -136,7 +140,7 @@ def check_limit(limit: Any, known: Collection[str], words: str) -> None:
     """
     patterns = split_host_pattern(limit or [])
     parts = [part for each in patterns for part in _listed(each.strip(), words)]
-    if limit and not any(parts):
+    if limit is not None and not any(parts):
         raise RouteError(
             f"{words} is '{limit}', which names nothing and means every host; name some"
         )

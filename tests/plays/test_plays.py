@@ -103,7 +103,7 @@ def test_a_host_that_a_condition_leaves_out_is_left_alone(
     assert done.code == 2, done.words
     assert f"foreign: it belongs to lxc {other[2:]}" in done.words
     # He is looked at with the others, and says what is true of him.
-    assert "held: GPU 4: 76115 MiB, GPU 5: 76115 MiB" in done.words
+    assert "held: GPU 4-7: 76115 MiB each" in done.words
 
 
 @pytest.mark.parametrize("name", ["between.yml", "between_in_one_play.yml"])
@@ -114,7 +114,7 @@ def test_a_proof_is_of_now(lab: Lab, play: Callable[..., Played], name: str) -> 
         meanwhile=lambda: lab.hold("ct129", gpus="0-7"),
     )
     assert done.code == 2, done.words
-    assert "held: GPU 0: 76115 MiB" in done.words
+    assert "held: GPU 0-7: 76115 MiB each" in done.words
     assert used(lab) == [76115] * 8
 
 

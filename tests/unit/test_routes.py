@@ -463,6 +463,9 @@ def test_the_names_are_those_of_the_roles_and_playbooks() -> None:
         ("gpuops_scop", "did you mean gpuops_scope"),
         ("gpuops_rung", "did you mean gpuops_rungs"),
         ("gpuops_qqqqqqqqqqqqqqqq", "leave it out"),
+        ("gpuops_force", "leave it out"),
+        ("gpuops_dryrun", "leave it out"),
+        ("gpuops_x", "leave it out"),
     ],
 )
 def test_a_mistyped_name_is_no_variable_that_is_not_set(name: str, hint: str) -> None:
@@ -477,7 +480,7 @@ INVENTORY = {"ct129", "pve1", "gpu_nodes", "2001:db8::21"}
 @pytest.mark.parametrize(
     "limit",
     [
-        *(None, "", [], "ct129", "ct129,pve1", "all:!ct129", "all,!ct129", "gpu_nodes:&ct129"),
+        *(None, "ct129", "ct129,pve1", "all:!ct129", "all,!ct129", "gpu_nodes:&ct129"),
         *("ct*", "~ct1.*", "!ct*", "2001:db8::21", ["ct129", "pve1"], "gpu_nodes[0:2]"),
     ],
 )
@@ -498,7 +501,7 @@ def test_a_limit_that_is_not_there(limit: Any) -> None:
         routes.check_limit(limit, INVENTORY, "gpuops_hosts")
 
 
-@pytest.mark.parametrize("limit", [",", ":", " , ,", [""], ["", ","]])
+@pytest.mark.parametrize("limit", ["", [], ",", ":", " , ,", [""], ["", ","]])
 def test_a_limit_that_means_every_host(limit: Any) -> None:
     with pytest.raises(routes.RouteError, match="means every host"):
         routes.check_limit(limit, {"ct129"}, "-l")

@@ -214,7 +214,12 @@ TABLE = {
         "GPU 1: 7 MiB, and no process holds it",
     ),
     "above the baseline": (Case(twice(5), spec={"baseline_mib": 4}), "held", "GPU 0: 5 MiB"),
-    "memory beside a monitor": (Case(twice(7), protected=[monitor(9, 0)]), "held", "no process"),
+    "memory beside a monitor": (Case(twice(7), protected=[monitor(9, 0)]), "held", "nobody but"),
+    "memory beside a monitor and a display": (
+        Case(twice(312), protected=[monitor(8, 0), holder(9, {"gpu0": {D, MAP}})]),
+        "held",
+        "GPU 0: 312 MiB, and nobody but python3 (pid 9, lxc 130) and 1 more holds it",
+    ),
     "mine and foreign": (
         Case(twice(7), mine=[workload(8, 0)], foreign=[workload(9, 0)]),
         "held",
@@ -404,7 +409,7 @@ def test_who_has_merely_opened_a_gpu_blocks_it_by_its_few_mib_only(of: str) -> N
     assert "reboot" not in few.remedy
     assert judged(4, baseline_mib=4).word == "clean"
     many = judged(76115)
-    assert (many.word, "no process holds it" in many.reason) == ("held", True)
+    assert (many.word, "nobody but python3 (pid 8" in many.reason) == ("held", True)
 
 
 def test_an_mps_that_serves_strangers_is_kept() -> None:
@@ -851,3 +856,13 @@ def test_who_holds_a_clean_gpu_and_may_is_not_called_nobody() -> None:
     assert "nobody but nv-hostengine (pid 9, lxc 130) and 1 more holds them" in judged.reason
     elsewhere = Case(twice(0, 0), protected=[monitor(9, 1)], spec={"gpus": ["0"]}).judge()
     assert "nobody holds them" in elsewhere.reason
+
+
+def test_gpus_with_the_same_in_use_are_named_together() -> None:
+    def said(*used: int | None) -> str:
+        gpus = [gpu(index, mib) for index, mib in enumerate(used)]
+        return verdict.memory_sentence(gpus[:3] + gpus[4:])
+
+    assert said(7, 7, 7, 0, 7, 4, None, None, 4) == (
+        "GPU 0-2: 7 MiB each, GPU 4: 7 MiB, GPU 5: 4 MiB, GPU 6-7: - each, GPU 8: 4 MiB"
+    )
