@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # typing takes a quarter as long to import as Python takes to
     from typing import Any
 
 STDOUT = 1
+NEVER = float("inf")
 
 # Seconds after SIGKILL from which a process that is still there counts as unkillable.
 UNKILLABLE_AFTER = 5.0
@@ -566,10 +567,7 @@ class Work:
         watch = restarts.WATCH if supervised else 0.0
         killed, patience = rung["signal"] == "KILL", float(rung["wait"])
         began = self.first_signal
-        pause = Pause(began)
-        zeros = 0
-        looked = False  # since the first of the zeros
-        quiet: float | None = None  # since when zero, with nobody left to wait for
+        pause, proof = Pause(began), Proof()
         while True:
             end_if_nobody_listens()
             if not self.loop:
@@ -577,45 +575,39 @@ class Work:
             # Who was killed is waited for in any case: it ends, or it is unkillable.
             awaited = grips if killed or time.monotonic() - began <= patience else []
             alive = [grip for grip in awaited if not grip.ended()]
-            if zeros and not alive and not looked:
+            if proof.zeros and not alive and not proof.looked:
                 self.look()
-                looked = True
+                proof.looked = True
             news = self.read()
             alive = [grip for grip in alive if not grip.ended()]
             elapsed = time.monotonic() - began
             if self.problem():
                 break
             # Memory that is not told counts as zero at once; whoever is alive has some.
-            untold = alive and self.target.holders_only
-            zeros = zeros + 1 if self.all_zero() and not untold else 0
-            looked = looked and zeros > 0
-            if news and (zeros or elapsed > NO_PAUSE_BEFORE):
+            untold = bool(alive) and self.target.holders_only
+            proof.note(self.all_zero() and not untold, bool(alive), elapsed)
+            if news and (proof.zeros or elapsed > NO_PAUSE_BEFORE):
                 self.end_loop()
-            if zeros in (1, 2):
-                self.timings["second_zero" if zeros == 2 else "zero"] = elapsed
-            if alive or not zeros:
-                quiet = None
-            elif quiet is None:
-                quiet = elapsed
-            if zeros >= 2 and quiet is not None and looked:
-                if self.concerned(self.view.mine) or elapsed >= quiet + max(
-                    watch, self.unseen_release()
-                ):
+            if proof.zeros in (1, 2):
+                self.timings["second_zero" if proof.zeros == 2 else "zero"] = elapsed
+            if proof.complete():
+                lasts = elapsed - proof.quiet >= max(watch, self.unseen_release())
+                if lasts or self.concerned(self.view.mine):
                     break
-                looked = False
+                proof.looked = False
                 time.sleep(LONGEST_PAUSE)
             stuck = alive if killed and elapsed > UNKILLABLE_AFTER else []
             # The end of a proof that has begun is waited for, too.
-            due = zeros or (killed and alive)
+            due = proof.zeros or (killed and alive)
             if stuck or (elapsed > patience and not due):
                 self.look()
                 self.name_stuck({grip.pid for grip in stuck})
                 break
-            if not alive and not zeros and pause.time_to_look():
+            if not alive and not proof.zeros and pause.time_to_look():
                 self.look()
                 if all(self.target.is_zero(gpu) or self.explained(gpu) for gpu in self.wanted()):
                     break  # Somebody else owns what is left: the next rung's matter, or foreign.
-            if not zeros and not self.loop:
+            if not proof.zeros and not self.loop:
                 pause.between_readings()
         for grip in grips:
             grip.close()
@@ -626,6 +618,26 @@ class Work:
         for holder in self.view.mine:
             if holder.pid in pids:
                 self.view.stuck[holder.pid] = signals.why_stuck(holder.pid)
+
+
+class Proof:
+    """How far the proof of zero has come: two readings in a row, and a look since the first."""
+
+    def __init__(self) -> None:
+        self.zeros = 0
+        self.looked = False
+        # Seconds after the signal from which on it was zero, with nobody left to wait for.
+        self.quiet = NEVER
+
+    def note(self, zero: bool, alive: bool, elapsed: float) -> None:
+        """A reading was taken: was it zero, and is anybody still waited for?"""
+        self.zeros = self.zeros + 1 if zero else 0
+        self.looked = self.looked and zero
+        self.quiet = NEVER if alive or not zero else min(self.quiet, elapsed)
+
+    def complete(self) -> bool:
+        """Is it there, but for how long it has to stay so?"""
+        return self.zeros >= 2 and self.looked and self.quiet < NEVER
 
 
 class Pause:
