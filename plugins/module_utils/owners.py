@@ -5,7 +5,7 @@
 
 Nothing here guesses: where neither proves an owner the answer is ``unknown``, and what is
 unknown is foreign. The shapes of the cgroup paths are those of cgroup v1, hybrid and v2
-as LXC, Docker, Podman, containerd, Kubernetes, Slurm and systemd write them.
+as LXC, Docker, Podman, containerd, Kubernetes, schedulers and systemd write them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,38 @@ NS_GET_PARENT = 0xB702
 
 # Owners that are a fence of their own: a process behind one is foreign to the node around it.
 CONTAINERS = ("lxc", "user lxc", "pod", "docker", "podman", "containerd")
-JOBS = ("slurm", "pbs", "htcondor", "lsf", "nomad", "scheduler")
+JOBS = ("slurm", "oar", "pbs", "htcondor", "lsf", "nomad", "scheduler")
 FENCES = (*CONTAINERS, *JOBS, "vm", "pidns")
 
 _HEX64 = r"([0-9a-f]{64})"
 _POD = r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32})"
 _UNIT = r"([^/]+\.(?:service|scope))(?:/|$)"
 _USER_MANAGER = r"/user@%s\.service/(?:[^/]+\.slice/)*"
+
+# Units that jobs run in, whosever they are, where a scheduler makes no groups of its own for them.
+_SCHEDULERS = "|".join(
+    (
+        # Slurm: slurmd.service of its packages, slurmstepd.scope of its plugin cgroup/v2, and the
+        # init scripts of old, slurm and Debian's slurm-llnl.
+        r"[^/]*slurm(?:d|stepd)|slurm(?:-llnl)?",
+        # OpenPBS and PBS Professional: pbs. Torque: pbs_mom of its sources, Debian's torque-mom.
+        r"pbs(?:_mom)?|torque-mom",
+        # HTCondor, LSF and Nomad: the units of their packages. Symphony: what egosetrc.sh installs.
+        r"condor|lsfd?|nomad|ego",
+        # Grid Engine: sgeexecd with the name of the cluster as inst_sge writes it, Fedora's
+        # sge_execd, Debian's gridengine-exec; Open Cluster Scheduler: with its port in front.
+        r"sge_?execd(?:\.[^/]+)?|gridengine-exec|ocs\d+-(?:execd|shepherds)",
+        # Flux: flux-core's units; imp-shell-ID, in the flux user's own systemd, is a job.
+        r"flux(?:-(?:prolog|epilog|housekeeping))?|imp-shell-[^/]+",
+        # OAR: the units of oar-node, in which its sshd runs.
+        r"oar-node(?:-script)?",
+        # YARN: Bigtop's unit, and as many guides call it. Mesos: its packages' units, and DC/OS's.
+        r"(?:hadoop-)?yarn-nodemanager|(?:dcos-)?mesos-(?:slave|agent)(?:-public)?",
+    )
+)
+# Slices that schedulers have systemd make for jobs: OAR 3, Open Cluster Scheduler, Mesos.
+_JOB_SLICES = r"oar|ocs\d+|mesos_executors"
+
 # A colon stands in the names that runc writes where systemd was to make the group and did not.
 _PATTERNS = [
     # Proxmox's containers and those of root lie at the top: a user may call a group of his own
@@ -40,18 +65,15 @@ _PATTERNS = [
     ("lxc", re.compile(r"^/lxc\.payload[./]([^/]+)(?:/|$)")),
     ("user lxc", re.compile(r"/lxc\.payload[./]([^/]+)(?:/|$)")),
     ("slurm", re.compile(r"/[^/]*slurm[^/]*(?:/uid_\d+)?/job_(\d+)(?:/|$)")),
+    # OAR 3, and OAR 2 below: the job's number after the user's, and after the user's name.
+    ("oar", re.compile(r"(?:/oar\.slice/oar-u\d+\.slice)?/oar-u\d+-j(\d+)[-.]")),
+    ("oar", re.compile(r"/oar/[^/]+_(\d+)(?:/|$)")),
     ("pbs", re.compile(r"/pbs(?:pro|_jobs)(?:\.service|\.slice)?/(?:jobid/|jobs/)?([^/]+)")),
     ("htcondor", re.compile(r"/htcondor/([^/]+)")),
     ("lsf", re.compile(r"/lsf/[^/]+/job\.(\d+)")),
     ("nomad", re.compile(r"/nomad(?:\.slice)?/(?:(?:share|reserve)(?:\.slice)?/)?([^/]+)")),
-    # Where a scheduler makes no groups of its own its jobs stay in its daemon's, whosever they are.
-    (
-        "scheduler",
-        re.compile(
-            r"/((?:[^/]*slurm(?:d|stepd)|pbs(?:_mom)?|condor|lsfd?|nomad)(?:@[^/]*)?\.(?:service|scope))"
-            r"(?:/|$)"
-        ),
-    ),
+    ("scheduler", re.compile(r"/((?:%s)(?:@[^/]*)?\.(?:service|scope))(?:/|$)" % _SCHEDULERS)),
+    ("scheduler", re.compile(r"/((?:%s)\.slice)(?:/|$)" % _JOB_SLICES)),
     ("vm", re.compile(r"/qemu\.slice/([^/]+)\.scope(?:/|$)")),
     ("vm", re.compile(r"/machine-qemu(?:\\x2d|-)([^/]+)\.scope(?:/|$)")),
     ("pod", re.compile(_POD)),

@@ -114,6 +114,50 @@ FENCED = [
     ("/system.slice/pbs.service", "scheduler", "pbs.service"),
     ("/system.slice/lsfd.service", "scheduler", "lsfd.service"),
     ("/system.slice/nomad.service", "scheduler", "nomad.service"),
+    ("/system.slice/slurm.service", "scheduler", "slurm.service"),
+    ("/system.slice/slurm-llnl.service", "scheduler", "slurm-llnl.service"),
+    ("/system.slice/ego.service", "scheduler", "ego.service"),
+    # Torque.
+    ("/system.slice/pbs_mom.service", "scheduler", "pbs_mom.service"),
+    ("/system.slice/torque-mom.service", "scheduler", "torque-mom.service"),
+    # Grid Engine and its heirs; some make groups below their own.
+    ("/system.slice/sgeexecd.service", "scheduler", "sgeexecd.service"),
+    ("/system.slice/sgeexecd.p6444.service", "scheduler", "sgeexecd.p6444.service"),
+    ("/system.slice/sgeexecd.p6444.service/UGE/4711.1", "scheduler", "sgeexecd.p6444.service"),
+    ("/system.slice/sge_execd.service", "scheduler", "sge_execd.service"),
+    ("/system.slice/gridengine-exec.service", "scheduler", "gridengine-exec.service"),
+    ("/ocs8012.slice/ocs8012-execd.service", "scheduler", "ocs8012.slice"),
+    ("/system.slice/ocs8012-execd.service", "scheduler", "ocs8012-execd.service"),
+    ("/ocs8012.slice/ocs8012-jobs.slice/ocs8012.4711.scope", "scheduler", "ocs8012.slice"),
+    # Flux, whose jobs may run in units of the flux user's own systemd.
+    ("/system.slice/flux.service", "scheduler", "flux.service"),
+    ("/system.slice/flux-housekeeping@f2XJ.service", "scheduler", "flux-housekeeping@f2XJ.service"),
+    (f"{USER}/imp-shell-0-f2XJ.service", "scheduler", "imp-shell-0-f2XJ.service"),
+    # OAR 3 and 2.
+    ("/system.slice/oar-node.service", "scheduler", "oar-node.service"),
+    ("/oar.slice/oar-u1000.slice/oar-u1000-j4711.slice", "oar", "4711"),
+    (
+        "/oar.slice/oar-u1000.slice/oar-u1000-j45670.slice/oar-u1000-j45670-s1.scope",
+        "oar",
+        "45670",
+    ),
+    ("/oar.slice/oar-u1000.slice/session-3.scope", "scheduler", "oar.slice"),
+    ("/oar/eve_4711", "oar", "4711"),
+    ("/oar/eve_adam_4711/x", "oar", "4711"),
+    # YARN, and Mesos, which puts its executors into a slice.
+    (
+        "/system.slice/hadoop-yarn-nodemanager.service",
+        "scheduler",
+        "hadoop-yarn-nodemanager.service",
+    ),
+    ("/system.slice/yarn-nodemanager.service", "scheduler", "yarn-nodemanager.service"),
+    ("/system.slice/mesos-slave.service", "scheduler", "mesos-slave.service"),
+    (
+        "/system.slice/dcos-mesos-slave-public.service",
+        "scheduler",
+        "dcos-mesos-slave-public.service",
+    ),
+    ("/mesos_executors.slice", "scheduler", "mesos_executors.slice"),
     # OpenPBS (v1 and v2), HTCondor (10 and later), LSF, Nomad.
     ("/pbs_jobs.service/jobid/12.srv", "pbs", "12.srv"),
     ("/pbs_jobs.service/jobs/12.srv", "pbs", "12.srv"),
@@ -143,6 +187,13 @@ UNFENCED = [
     ("/user.slice/user-1000.slice/session-3.scope", "user", "1000"),
     ("/user.slice/user-1000.slice/user@1000.service/app.slice/a.service", "user", "1000"),
     ("/user.slice/user-0.slice/session-c1.scope", "user", "0"),
+    # Not what schedulers run jobs in, whatever their names have in common.
+    ("/system.slice/flux-server.service", "unit", "flux-server.service"),
+    ("/system.slice/condor-exporter.service", "unit", "condor-exporter.service"),
+    ("/system.slice/sgemaster.p6444.service", "unit", "sgemaster.p6444.service"),
+    ("/system.slice/oar-server.service", "unit", "oar-server.service"),
+    ("/system.slice/lego.service", "unit", "lego.service"),
+    ("/roar.slice/vllm.service", "unit", "vllm.service"),
     # A user may call the groups below his own whatever he likes.
     (f"{USER}/lxc/129/ns", "user", "1000"),
     (f"{USER}/job_12/x", "user", "1000"),
@@ -264,6 +315,12 @@ def test_a_job_on_cgroup_v1_is_known_beside_the_group_of_its_daemon() -> None:
     assert (owner.kind, owner.id) == ("slurm", "6")
 
 
+def test_an_old_oars_job_is_known_beside_the_group_of_its_daemon() -> None:
+    text = "4:cpuset:/oar/eve_4711\n1:name=systemd:/system.slice/oar-node.service\n"
+    owner = owners.owner_of(text, [1], [1])
+    assert (owner.kind, owner.id) == ("oar", "4711")
+
+
 @pytest.mark.parametrize("separator", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
 def test_nothing_but_a_newline_ends_a_line(separator: str) -> None:
     text = V2.format(f"{USER}/a{separator}0::/lxc/129/x")
@@ -324,7 +381,10 @@ def test_a_container_is_never_another_one(one: int, other: int) -> None:
         assert in_container(V2.format(path), other) is (one == other)
 
 
-MARK = re.compile(r"lxc|job|pod|pbs|htcondor|nomad|slurm|condor|lsf|qemu|[0-9a-f]{64}")
+MARK = re.compile(
+    r"lxc|job|pod|pbs|torque|htcondor|nomad|slurm|condor|lsf|ego|qemu|sge_?execd|gridengine|ocs\d"
+    r"|flux|imp-shell|oar|yarn|mesos|[0-9a-f]{64}"
+)
 texts = st.one_of(
     st.text(),
     st.lists(
@@ -356,6 +416,21 @@ def test_only_slices_and_units_are_the_nodes_own(parts: list[str]) -> None:
     owner = owners.owner_of(V2.format("/" + "/".join(parts)), [1], [1])
     if owner.kind in ("host", "unit", "user", "user unit"):
         assert parts == ["init.scope"] or parts[0].endswith(".slice")
+
+
+SCHEDULERS = sorted({ident for _, kind, ident in FENCED if kind == "scheduler"})
+
+
+@given(
+    st.lists(st.from_regex(r"[a-z]+\.slice", fullmatch=True)),
+    st.sampled_from(SCHEDULERS),
+    st.lists(names),
+)
+def test_whatever_lies_in_the_group_of_a_scheduler_is_not_the_nodes_own(
+    around: list[str], unit: str, below: list[str]
+) -> None:
+    path = "/" + "/".join([*around, unit, *below])
+    assert owners.owner_of(V2.format(path), [1], [1]).fenced
 
 
 @given(texts)
