@@ -50,6 +50,9 @@ MOST_WORKERS = 4
 # Seconds that the look at one process may take before it is given up as stuck in the kernel.
 LOOK_PATIENCE = 2.0
 
+# Seconds that a look at the directory of an MPS may take, which can lie on a mount of anybody's.
+MPS_PATIENCE = 1.0
+
 # How often, and after how many seconds, a process is looked at again whose mappings could not be
 # read because it was in state D: a healthy one is there for moments only.
 BUSY_LOOKS = 2
@@ -686,12 +689,46 @@ def base_name(command: str) -> str:
 
 
 def mps_directory(pid: int) -> str:
-    """Where this MPS process has its pipes: as its environment says, else the default."""
+    """Where this MPS process has its pipes: as its environment says, else the default.
+
+    ``""`` where that cannot be told to a shell in a line, or depends on where the process stands.
+    """
     for entry in _read(pid, "environ").split("\0"):
         key, _, value = entry.partition("=")
-        if key == "CUDA_MPS_PIPE_DIRECTORY" and value and "\n" not in value:
-            return value
+        if key == "CUDA_MPS_PIPE_DIRECTORY" and value:
+            plain = value.startswith("/") and value.strip() == value and "\n" not in value
+            return value if plain else ""
     return "/tmp/nvidia-mps"
+
+
+def mps_within_reach(mps: Holder, directory: str, writer: int) -> bool:
+    """Does what is written to this directory reach the daemon of this MPS, and no other?
+
+    Only if the process ``writer`` sees the same directory there, and it belongs to whom the daemon
+    runs as: the name and the environment of a process may be anything.
+    """
+    place = _directory_seen_by(mps.pid, directory)
+    if not place or place != _directory_seen_by(writer, directory):
+        return False
+    # A server runs as the user of its clients, and is a child of the daemon.
+    daemon = Holder(mps.ppid)
+    service = [mps, daemon] if describe(daemon) and daemon.is_mps else [mps]
+    return int(place.split()[2]) in [each.uid for each in service]
+
+
+def _directory_seen_by(pid: int, directory: str) -> bytes:
+    """Device, inode and owner of a directory of this process's; nothing where they are not told.
+
+    In a copy of this program: links must lead where they do for that process, and the file system
+    may belong to a mount that does not answer.
+    """
+
+    def look() -> bytes:
+        os.chroot("/proc/%d/root" % pid)
+        found = os.stat(directory)
+        return b"%d %d %d" % (found.st_dev, found.st_ino, found.st_uid)
+
+    return deadline.in_a_copy(look, MPS_PATIENCE)
 
 
 def user_name(uid: int | None) -> str:

@@ -293,15 +293,28 @@ def container_namespace(vmid: int) -> int | None:
     Any process may have been put into the cgroup, so where no PID 1 is found there (it may have
     ended before the others) they all have to agree.
     """
-    own = pid_namespaces(os.getpid())
     seen = set()
-    for pid in _members(container_cgroup(vmid)):
-        inner = [space for space in pid_namespaces(pid) if space not in own]
+    for pid, inner in _inhabitants(vmid):
         if len(inner) == 1 and _is_first(pid):
             return inner[0]
         # The outermost below our own: containers nested in it are deeper.
         seen.update(inner[-1:])
     return seen.pop() if len(seen) == 1 else None
+
+
+def container_init(vmid: int) -> int:
+    """The PID 1 of a running container, by its number here; 0 if none is found."""
+    for pid, inner in _inhabitants(vmid):
+        if len(inner) == 1 and _is_first(pid):
+            return pid
+    return 0
+
+
+def _inhabitants(vmid: int) -> Iterator[tuple[int, list[int]]]:
+    """The processes in a container's cgroup, and the PID namespaces of each that are not ours."""
+    own = pid_namespaces(os.getpid())
+    for pid in _members(container_cgroup(vmid)):
+        yield pid, [space for space in pid_namespaces(pid) if space not in own]
 
 
 def _members(cgroup: str) -> Iterator[int]:

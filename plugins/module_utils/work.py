@@ -541,8 +541,11 @@ class Work:
         self.first_signal = time.monotonic()
         home = self.node.home(self.target)
         # All are looked at before any is told: with the daemon its server goes.
-        whys = [self.why_not_quit(holder, grip, home) for holder, grip in zip(chosen, grips)]
         directories = [holders.mps_directory(holder.pid) for holder in chosen]
+        whys = [
+            self.why_not_quit(holder, grip, home, directory)
+            for holder, grip, directory in zip(chosen, grips, directories)
+        ]
         told: dict[str, str] = {}
         for holder, why, directory in zip(chosen, whys, directories):
             if not why and directory not in told:
@@ -550,12 +553,22 @@ class Work:
             self.actions.append(action(holder, rung, why or told[directory]))
         return grips
 
-    def why_not_quit(self, holder: holders.Holder, grip: signals.Grip, home: int | None) -> str:
-        """Why the MPS daemon of this one is not told to quit on its behalf, or ``""``."""
+    def why_not_quit(
+        self, holder: holders.Holder, grip: signals.Grip, home: int | None, directory: str
+    ) -> str:
+        """Why the MPS daemon of this one is not told to quit on its behalf, or ``""``.
+
+        :param directory: where it says that its pipes are.
+        """
         if not grip.same() or self.node.why_not(self.target, holder, home):
             return "changed"
-        # Its pipes are in a file system of its own: the same path here is another daemon's.
-        return "out of reach" if holder.namespaces[:1] != [home] else ""
+        vmid = self.target.vmid
+        # What is told is told by a process that sees what the container's PID 1 does.
+        writer = owners.container_init(vmid) if vmid else os.getpid()
+        near = writer and directory and holder.namespaces[:1] == [home]
+        if near and holders.mps_within_reach(holder, directory, writer):
+            return ""
+        return "out of reach"
 
     def wait(
         self, grips: list[signals.Grip], rung: dict[str, Any], supervised: list[holders.Holder]

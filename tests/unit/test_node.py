@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -279,23 +280,152 @@ class Daemon:
         return "sent"
 
 
+Told = Callable[..., tuple[str, list[str]]]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, python: Python, start_of: Any) -> Told:
+    """What becomes of the rung that tells MPS to quit, and the directories it is told through.
+
+    ``source`` is what the MPS does before it is ready; ``args`` are its arguments.
+    """
+
+    def tell(
+        directory: Path | str,
+        source: str = "",
+        *args: str,
+        vmid: int = 0,
+        spaces: tuple[int, ...] = (),
+        init: int | None = None,
+        uid: int = ROOT,
+        ppid: int = 1,
+    ) -> tuple[str, list[str]]:
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(directory))
+        monkeypatch.setattr(
+            owners, "container_init", lambda vmid: os.getpid() if init is None else init
+        )
+        pid = python(f"import os, sys, time\n{source}\n{LIVE}", *args).pid
+        cgroup = "/lxc/129/ns" if vmid else "/system.slice/mps.service"
+        one = holder(cgroup, spaces, pid=pid, command="nvidia-cuda-mps-server", uid=uid)
+        one.start, one.ppid = start_of(pid), ppid
+        job = work.Work.__new__(work.Work)
+        daemon = Daemon()
+        job.node, job.session, job.actions = this_node(), daemon, []  # type: ignore[assignment]
+        job.node.home = lambda target: CT129 if vmid else NODE  # type: ignore[method-assign]
+        job.target = verdict.Target({"name": "x", "vmid": vmid, "mps": "quit", "protect": PROTECT})
+        for grip in job.quit_mps([one], {"name": "mps", "signal": "quit"}):
+            grip.close()
+        (done,) = job.actions
+        return done["result"], daemon.told
+
+    return tell
+
+
+OUT_OF_REACH: tuple[str, list[str]] = ("out of reach", [])
+LIVE = "print('ready', flush=True); time.sleep(60)"
+
+
 @pytest.mark.parametrize(
-    ("spaces", "result"), [((CT129,), "sent"), ((INNER, CT129), "out of reach")]
+    ("spaces", "init", "result"),
+    [
+        ((CT129,), None, "sent"),
+        ((INNER, CT129), None, "out of reach"),
+        ((CT129,), 0, "out of reach"),
+    ],
 )
 def test_the_mps_of_a_container_in_the_container_is_not_told_to_quit(
-    python: Python, start_of: Any, spaces: tuple[int, ...], result: str
+    told: Told, tmp_path: Path, spaces: tuple[int, ...], init: int | None, result: str
 ) -> None:
-    pid = python("import time; print('ready', flush=True); time.sleep(60)").pid
-    one = holder("/lxc/129/ns", spaces, pid=pid, command="nvidia-cuda-mps-server")
-    one.start = start_of(pid)
-    job = work.Work.__new__(work.Work)
-    job.node, job.session, job.actions = this_node(), Daemon(), []  # type: ignore[assignment]
-    job.node.home = lambda target: CT129  # type: ignore[method-assign]
-    job.target = verdict.Target({"name": "ct129", "vmid": 129, "mps": "quit", "protect": PROTECT})
-    for grip in job.quit_mps([one], {"name": "mps", "signal": "quit"}):
-        grip.close()
-    assert [each["result"] for each in job.actions] == [result]
-    assert bool(job.session.told) is (result == "sent")  # type: ignore[attr-defined]
+    found = told(tmp_path, vmid=129, spaces=spaces, init=init)
+    assert found == (result, [str(tmp_path)] if result == "sent" else [])
+
+
+CHROOT = "os.chroot(sys.argv[1])"
+MOUNT_NAMESPACE = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
+assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
+"""
+# As systemd's PrivateTmp= does.
+PRIVATE_TMP = (
+    MOUNT_NAMESPACE
+    + """
+assert libc.mount(b"tmpfs", sys.argv[1].encode(), b"tmpfs", 0, None) == 0
+os.mkdir(sys.argv[2])
+"""
+)
+
+
+def test_an_mps_with_a_tmp_of_its_own_is_not_told_through_ours(told: Told, tmp_path: Path) -> None:
+    """What lies there in ours may be another's daemon, with clients that the run is not about."""
+    pipes = tmp_path / "nvidia-mps"
+    pipes.mkdir()
+    for source in ("", MOUNT_NAMESPACE):
+        assert told(pipes, source) == ("sent", [str(pipes)])
+    assert told(pipes, PRIVATE_TMP, str(tmp_path), str(pipes)) == OUT_OF_REACH
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_mps_in_a_chroot_is_not_told_through_our_file_system(
+    told: Told, tmp_path: Path, linked: bool
+) -> None:
+    """A link leads it to where it leads in there, though it has the words of ours."""
+    pipes, aim, inside = tmp_path / "pipes", tmp_path / "aim", tmp_path / "chroot"
+    for root in (Path("/"), inside):
+        own_pipes, own_aim = (root / path.relative_to("/") for path in (pipes, aim))
+        own_aim.mkdir(parents=True)
+        own_pipes.symlink_to(aim) if linked else own_pipes.mkdir()
+    assert told(pipes) == ("sent", [str(pipes)])
+    assert told(pipes, CHROOT, str(inside)) == OUT_OF_REACH
+
+
+@pytest.mark.parametrize(
+    ("owner", "uid", "result"),
+    [(ROOT, ROOT, "sent"), (1001, 1001, "sent"), (1001, ROOT, "out of reach"),
+     (ROOT, 1001, "out of reach"), (1002, 1001, "out of reach")],
+)  # fmt: skip
+def test_an_mps_is_not_told_through_the_directory_of_somebody_else(
+    told: Told, tmp_path: Path, owner: int, uid: int, result: str
+) -> None:
+    """Whoever calls his process so can have it point at the daemon of another."""
+    os.chown(tmp_path, owner, owner)
+    assert told(tmp_path, uid=uid)[0] == result
+
+
+@pytest.mark.parametrize(
+    ("name", "result"), [("nvidia-cuda-mps-control", "sent"), ("python3", "out of reach")]
+)
+def test_a_server_that_runs_as_its_clients_user_is_reached_through_its_daemons_directory(
+    told: Told, tmp_path: Path, name: str, result: str
+) -> None:
+    with subprocess.Popen(
+        [name, "-ISc", "import time; time.sleep(60)"], executable=sys.executable
+    ) as daemon:
+        assert until(lambda: name in holders.read_bytes(f"/proc/{daemon.pid}/cmdline").decode())
+        found = told(tmp_path, uid=1001, ppid=daemon.pid)
+        daemon.kill()
+    assert found[0] == result
+
+
+@pytest.mark.parametrize("directory", ["{} ", "{}\n", "{}\t", "pipes"])
+def test_a_directory_that_a_shell_would_take_for_another_is_out_of_reach(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = directory.format(tmp_path / "pipes")
+    Path(path).mkdir()
+    assert told(path) == OUT_OF_REACH
+
+
+def test_a_directory_on_a_mount_that_does_not_answer_is_out_of_reach(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "MPS_PATIENCE", 0.1)
+    monkeypatch.setattr(os, "stat", lambda *_: time.sleep(60))
+    began = time.monotonic()
+    assert told(tmp_path) == OUT_OF_REACH
+    assert time.monotonic() - began < PATIENCE
 
 
 def test_a_command_is_remembered_while_the_process_waits_in_the_kernel(

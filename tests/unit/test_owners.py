@@ -532,9 +532,11 @@ def test_a_stranger_in_its_cgroup_does_not_decide_a_containers_namespace(
     monkeypatch.setattr(owners, "pid_namespaces", lambda pid: spaces.get(pid, [1]))
     monkeypatch.setattr(owners, "_is_first", lambda pid: pid in first)
     assert owners.container_namespace(129) == 8
+    assert owners.container_init(129) == 11
     # Without a PID 1 of the container they contradict each other, and nothing is proved.
     first.remove(11)
     assert owners.container_namespace(129) is None
+    assert owners.container_init(129) == 0
     spaces[10] = [8, 1]
     assert owners.container_namespace(129) == 8
 
