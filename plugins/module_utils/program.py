@@ -37,6 +37,12 @@ SENTINEL = "gpuops-answer "
 # No descriptor, process or memory to be had.
 SHORT = (*holders.EXHAUSTED, errno.EAGAIN, errno.ENOMEM)
 
+# From include/uapi/linux/capability.h.
+CAP_SYS_PTRACE = 19
+
+# The values of hidepid with which /proc lists every process, by number and as Linux 5.8 calls them.
+SHOWING = ("", "0", "off", "1", "noaccess")
+
 # Descriptors for which this program asks: what it starts inherits that, so not without end.
 MOST_FILES = 65536
 
@@ -130,7 +136,34 @@ def unfit() -> verdict.Verdict | None:
             "program is process %d" % (number, os.getpid()),
             "mount its own there (mount -t proc proc /proc), or act from the node around it",
         )
+    hidden = hidepid(holders.read_bytes("/proc/self/mounts").decode("utf-8", "replace"))
+    if hidden not in SHOWING and not may_trace():
+        return verdict.Verdict(
+            verdict.UNKNOWN,
+            "/proc on the acting host hides processes from gpuops: it is mounted with hidepid=%s, "
+            "and gpuops has not the capability CAP_SYS_PTRACE" % hidden,
+            "give it that capability, mount /proc without hidepid, or act from the node around it",
+        )
     return None
+
+
+def hidepid(mounts: str) -> str:
+    """What the mount on ``/proc`` says of it, the last where there are several; ``""`` if nothing.
+
+    :param mounts: the text of ``/proc/self/mounts``.
+    """
+    options: list[str] = []
+    for line in mounts.split("\n"):
+        words = line.split(" ")
+        if words[1:3] == ["/proc", "proc"]:
+            options = words[3].split(",")
+    return "".join(each[len("hidepid=") :] for each in options if each.startswith("hidepid="))
+
+
+def may_trace() -> bool:
+    """Has this program the capability by which nothing in ``/proc`` is hidden from it?"""
+    status = holders.parse_status(holders.read_bytes("/proc/self/status"))
+    return bool(int(status["CapEff"][0], 16) >> CAP_SYS_PTRACE & 1)
 
 
 def refusals(request: dict[str, Any]) -> dict[str, verdict.Verdict]:

@@ -6,8 +6,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,6 +219,72 @@ def test_few_threads_serve_everybody(monkeypatch: pytest.MonkeyPatch, possible: 
     monkeypatch.setattr(work.Work, "release", climb)
     hosts = release(*({"name": f"ct{number}"} for number in range(8)))
     assert [each["verdict"] for each in hosts.values()] == ["clean"] * 8
+
+
+PROC = "proc /proc proc rw,nosuid,nodev,noexec,relatime%s 0 0\n"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "value"),
+    [
+        ("", ""),
+        (PROC % "", ""),
+        (PROC % ",gid=27,hidepid=2", "2"),
+        (PROC % ",hidepid=invisible", "invisible"),
+        (PROC % ",hidepid=ptraceable,subset=pid", "ptraceable"),
+        # The last one covers those before; elsewhere and other things are not it.
+        (PROC % ",hidepid=2" + PROC % "", ""),
+        (PROC % "" + "none /a tmpfs rw 0 0\n" + PROC % ",hidepid=4", "4"),
+        (PROC % "" + "proc /jail/proc proc rw,hidepid=2 0 0\n", ""),
+        (PROC % "" + "lxcfs /proc/stat fuse.lxcfs rw,hidepid=2 0 0\n", ""),
+        ("hidepid=2 /proc proc rw,nothidepid=2 0 0\nnonsense\n", ""),
+    ],
+)
+def test_what_the_mounts_say_of_hidden_processes(mounts: str, value: str) -> None:
+    assert program.hidepid(mounts) == value
+
+
+FITNESS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ansible_collections.gpuops.gpu.plugins.module_utils import program
+judged = program.unfit()
+print(judged and "%s: %s; %s" % (judged.word, judged.reason, judged.remedy))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "may_trace", "fit"),
+    [
+        ("hidepid=0", False, True),
+        ("hidepid=1", False, True),
+        ("hidepid=2,gid=27", True, True),
+        ("hidepid=2,gid=27", False, False),
+        ("hidepid=4", True, True),
+        ("hidepid=4", False, False),
+    ],
+)
+def test_whom_proc_does_not_list_may_hold_what_looks_free(
+    root: Path, options: str, may_trace: bool, fit: bool
+) -> None:
+    """A process that is not in the listing is not missed anywhere else."""
+    mount = f'mount -t proc -o {options} proc /proc && exec "$@"'
+    drop = [] if may_trace else ["setpriv", "--bounding-set=-sys_ptrace"]
+    python3 = [sys.executable, "-c", FITNESS, str(root / "collections")]
+    ran = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "sh", "-c", mount, "sh", *drop, *python3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if fit:
+        assert (ran.stdout, ran.stderr) == ("None\n", "")
+    else:
+        assert ran.stdout.startswith(
+            "unknown: /proc on the acting host hides processes from gpuops"
+        )
+        assert "CAP_SYS_PTRACE" in ran.stdout
+        assert "mount /proc without hidepid" in ran.stdout
 
 
 @pytest.mark.usefixtures("idle")
