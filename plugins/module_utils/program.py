@@ -22,6 +22,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     holders,
     node,
     nvidia_smi,
+    turns,
     verdict,
     work,
 )
@@ -191,6 +192,8 @@ def failed(name: str, part: work.Work | None, error: Exception) -> dict[str, Any
             "see what it is short of: files (ulimit -H -n), processes (ulimit -u), memory; or name "
             "fewer hosts in one run",
         )
+    elif isinstance(error, turns.TurnError):
+        judged = verdict.Verdict(verdict.UNKNOWN, str(error), error.remedy)
     else:
         reason = "internal error: %s: %s" % (type(error).__name__, error)
         judged = verdict.Verdict(verdict.UNKNOWN, reason, "report this as a bug")

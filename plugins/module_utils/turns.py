@@ -30,6 +30,14 @@ MOST_TOLD = 1000
 ASKING = ("TERM", "INT")
 
 
+class TurnError(Exception):
+    """There is nothing to take turns on; the text says why, and ``remedy`` what to do."""
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
+
 class Turn:
     """The right to act on one target, for as long as this object lives or until :meth:`end`.
 
@@ -38,10 +46,15 @@ class Turn:
     back from a run that dies.
 
     :param vmid: the container, 0 for the node itself.
+    :raises TurnError: the container has stopped just now, or nobody has mounted the control groups.
     """
 
     def __init__(self, vmid: int, root: str = "/sys/fs/cgroup", run: str = "/run") -> None:
-        self._lock = os.open(owners.container_cgroup(vmid, root) or root, os.O_RDONLY)
+        group = owners.container_cgroup(vmid, root)
+        try:
+            self._lock = os.open(group or root, os.O_RDONLY)
+        except FileNotFoundError:
+            raise _nothing_there(vmid if group else 0, root) from None
         self._path = os.path.join(run, "gpuops-told-%s.json" % (vmid or "node"))
 
     def take(self, patience: float) -> float | None:
@@ -124,6 +137,18 @@ class Turn:
         """Give the turn back, also where a copy of this program still has the descriptor."""
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
+
+
+def _nothing_there(vmid: int, root: str) -> TurnError:
+    """Why there is no folder to lock.
+
+    :param vmid: the container whose folder was there a moment ago, 0 if the root is missing.
+    """
+    if vmid:
+        why = "container %d is not running any more" % vmid
+        return TurnError(why, "start the container (pct start), or leave it out with -l")
+    why = "there is no %s on the acting host, on which runs take turns" % root
+    return TurnError(why, "mount the control groups there, or act from the node around it")
 
 
 def _is_entry(each: Any) -> bool:

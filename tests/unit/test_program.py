@@ -20,6 +20,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     deadline,
     node,
     nvidia_smi,
+    owners,
     program,
     verdict,
     work,
@@ -199,6 +200,17 @@ def test_what_the_host_does_not_give_is_no_internal_error(
         f"the acting host does not give gpuops what it needs: {os.strerror(number)}",
     )
     assert "ulimit" in answer["remedy"]
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_container_that_stops_during_the_run_is_no_internal_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(owners, "container_cgroup", lambda *_: str(tmp_path / "gone"))
+    answer = release({"name": "ct129", "vmid": 129})["ct129"]
+    assert answer["verdict"] == "unknown"
+    assert answer["reason"] == "container 129 is not running any more"
+    assert answer["remedy"] == "start the container (pct start), or leave it out with -l"
 
 
 @pytest.mark.usefixtures("idle")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ansible_collections.gpuops.gpu.plugins.module_utils import holders, turns
+from ansible_collections.gpuops.gpu.plugins.module_utils import holders, owners, turns
 
 from .conftest import Python
 
@@ -61,6 +61,21 @@ def test_a_turn_is_waited_for_and_no_longer_than_said(place: tuple[str, str]) ->
     first.end()
     assert second.take(0.2) is not None
     second.end()
+
+
+def test_a_container_that_stops_meanwhile_has_no_turn_to_take(
+    place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners, "container_cgroup", lambda *_: f"{place[0]}/lxc/130/ns")
+    with pytest.raises(turns.TurnError, match=r"^container 130 is not running any more$") as caught:
+        turns.Turn(130, *place)
+    assert "pct start" in caught.value.remedy
+
+
+@pytest.mark.parametrize("vmid", [0, 130])
+def test_without_control_groups_there_are_no_turns(place: tuple[str, str], vmid: int) -> None:
+    with pytest.raises(turns.TurnError, match=r"^there is no .*/nowhere on the acting host"):
+        turns.Turn(vmid, f"{place[0]}/nowhere", place[1])
 
 
 LOCK = """
