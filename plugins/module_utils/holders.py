@@ -43,6 +43,9 @@ COMMON = frozenset(
     "/dev/" + name for name in ("null", "zero", "full", "tty", "ptmx", "random", "urandom", "fuse")
 )
 
+# Where the driver's device files are.
+DEVICE_FOLDERS = ("/dev", "/dev/nvidia-caps", "/dev/nvidia-caps-imex-channels")
+
 # From here on the scan is split over forked workers: below, a fork costs more than it saves.
 PROCESSES_PER_WORKER = 1000
 MOST_WORKERS = 4
@@ -58,6 +61,13 @@ MPS_PATIENCE = 1.0
 BUSY_LOOKS = 2
 BUSY_PAUSE = 0.02
 
+# Seconds for which one is looked at again that waits in the kernel while it ends: a process with a
+# GPU does so as long as the driver frees its memory.
+ENDING_PATIENCE = 1.0
+
+# How often the processes that have come during a look are looked at.
+NEW_LOOKS = 3
+
 # From so many descriptors on, read for one process, its further tasks are asked for shared tables.
 MANY_DESCRIPTORS = 10000
 
@@ -68,11 +78,13 @@ KCMP_FILES = 2
 # This program, or the whole machine, has as many files open as it may.
 EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
-# The flag of a kernel thread in /proc/PID/stat, from include/linux/sched.h.
+# Flags in /proc/PID/stat, from include/linux/sched.h: of one that ends, and of a kernel thread.
+EXITING = 0x00000004
 KERNEL_THREAD = 0x00200000
 
 # Stand in the place of the evidence for a process that cannot be looked at, now or at all.
 BUSY = "busy"
+ENDING = "ending"
 UNREADABLE = "unreadable"
 
 
@@ -212,8 +224,8 @@ class Scan:
     """One look at all processes of the node, deep or quick.
 
     ``skipped``: the PIDs of those that could not be looked at, or not wholly. ``late``: those of
-    them at which the look did not come to an end. ``busy``: the PIDs of those whose mappings alone
-    could not be read, because they were in the kernel all the time.
+    them at which the look did not come to an end, or that hang while they end. ``busy``: the PIDs
+    of those whose mappings alone could not be read, because they were in the kernel all the time.
     """
 
     def __init__(self, deep: bool) -> None:
@@ -267,33 +279,47 @@ def scan(
         names = [str(pid) for pid in pids]
     result.processes = len(names)
     until = result.started + limit
-    busy = _look_at_all(names, devices, result, until, stoppers)
-    for _ in range(BUSY_LOOKS):
-        if not busy:
+    again = _look_at_all(names, devices, result, until, stoppers)
+    for _ in range(NEW_LOOKS if pids is None else 0):
+        # Who was not there yet may have what one had who is not there any more.
+        new = sorted({name for name in os.listdir("/proc") if name.isdigit()}.difference(names))
+        if not new:
             break
+        names += new
+        again.update(_look_at_all(new, devices, result, until, stoppers))
+    looks = 0
+    while again and (
+        looks < BUSY_LOOKS
+        or (ENDING in again.values() and time.monotonic() < result.started + ENDING_PATIENCE)
+    ):
         time.sleep(BUSY_PAUSE)
-        busy = _look_at_all(busy, devices, result, until, stoppers)
+        again = _look_at_all(list(again), devices, result, until, stoppers)
+        looks += 1
+    result.late.update(int(name) for name, how in again.items() if how == ENDING)
     result.skipped |= result.late
-    result.busy.update(int(name) for name in busy)
+    result.busy.update(int(name) for name, how in again.items() if how == BUSY)
     result.seconds = time.monotonic() - result.started
     return result
 
 
 def _look_at_all(
     names: list[str], devices: Device, result: Scan, until: float, stoppers: Stoppers
-) -> list[str]:
-    """Look at these processes, by several workers at once; returns those that were in state D."""
+) -> dict[str, str]:
+    """Look at these processes, by several workers at once.
+
+    Returns those that are to be looked at again: in state D (``busy``), or there while they end.
+    """
     known = stoppers.known()
     result.late.update(pid for pid in known if str(pid) in names)
     names = [name for name in names if not known.get(int(name))]
     count = min(MOST_WORKERS, os.cpu_count() or 1, 1 + len(names) // PROCESSES_PER_WORKER)
     workers = [_Worker(names[part::count], devices, result.deep, known) for part in range(count)]
-    busy = []
+    again = {}
     for worker in workers:
         left = worker.collect(until)
         for name, how, *held in worker.rows():
-            if how == BUSY:
-                busy.append(name)
+            if how in (BUSY, ENDING):
+                again[name] = how
             else:
                 result.add(int(name), how, held)
         if left:
@@ -309,7 +335,7 @@ def _look_at_all(
     for pid in stoppers.known():
         if pid in result.holders:
             result.holders[pid].blocks = True
-    return busy
+    return again
 
 
 class _Worker:
@@ -345,7 +371,7 @@ class _Worker:
     def _work(self, pipe: int, devices: Device, deep: bool, stoppers: Container[int]) -> None:
         for number, name in enumerate(self._names, 1):
             for how, held in _look_at(name, devices, deep, int(name) not in stoppers):
-                if held or how in (BUSY, UNREADABLE):
+                if held or how in (BUSY, ENDING, UNREADABLE):
                     os.write(pipe, ("\t".join([name, how, *held]) + "\n").encode())
                 self._done[1] += 1
                 self._done[2] += 1
@@ -407,6 +433,9 @@ def _look_at(
     try:
         count, held = _open_devices("/proc/" + name + "/fd", devices)
         yield "descriptor", held
+        if not count and _hangs_while_it_ends(name):
+            yield ENDING, set()
+            return
         if (deep or not count) and has_threads(name):
             for own in _task_devices(name, count, devices):
                 yield "task descriptor", own
@@ -454,20 +483,37 @@ def _device_behind(descriptor: str, target: str, devices: Device) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return ""
     except OSError:
-        return _device_by_name(target)
+        return _device_by_place(target)
     return devices.name(number.st_rdev) if stat.S_ISCHR(number.st_mode) else ""
+
+
+def _stat(folder: str) -> list[str] | None:
+    """The fields of the process or task of this folder from the state on; ``None`` if gone."""
+    return parse_stat(read_bytes(folder + "/stat"))
 
 
 def _state(folder: str) -> str:
     """The state of the process or task of this folder; ``""`` if it is gone."""
-    fields = parse_stat(read_bytes(folder + "/stat"))
+    fields = _stat(folder)
     return fields[0] if fields else ""
 
 
 def _is_kernels(folder: str) -> bool:
     """Is this a thread of the kernel? It has no memory of its own to map anything into."""
-    fields = parse_stat(read_bytes(folder + "/stat"))
+    fields = _stat(folder)
     return fields is not None and bool(int(fields[6]) & KERNEL_THREAD)
+
+
+def _hangs_while_it_ends(name: str) -> bool:
+    """Does any task of this process, which has nothing open, wait in the kernel while it ends?
+
+    The kernel closes all files of a process that ends before it lets go of any: while one of them
+    cannot be closed the process has nothing open to be seen, and what it had is not free.
+    """
+    if _is_kernels("/proc/" + name):
+        return False
+    tasks = (_stat("/proc/%s/task/%s" % (name, task)) for task in _live_tasks(name))
+    return any(fields and fields[0] == "D" and int(fields[6]) & EXITING for fields in tasks)
 
 
 def has_threads(name: str) -> bool:
@@ -535,34 +581,44 @@ def _mapped_devices(name: str, devices: Device) -> set[str] | None:
         except (FileNotFoundError, ProcessLookupError):
             continue
         if text:  # Tasks of a process share their memory; one that has exited has none.
-            held = {_mapped_device(name, *each, devices) for each in parse_maps(text, b"/dev/")}
+            held = {_mapped_device(task, *each, devices) for each in parse_maps(text, b"/dev/")}
             return held - {""}
     return set()
 
 
 def parse_maps(text: bytes, part: bytes) -> list[tuple[str, str]]:
-    """Address range and path, from ``part`` on, of the files in a ``maps`` that have it there."""
+    """Address range and path of the files in a ``maps`` that have ``part`` in their path."""
     found = []
     for line in text.split(b"\n") if part in text else []:
         words = line.split(None, 5)
         # What has no inode is no file, whatever a process has called it (PR_SET_VMA_ANON_NAME).
         if len(words) == 6 and part in words[5] and words[4] != b"0":
-            path = words[5][words[5].index(part) :]
-            found.append((words[0].decode("ascii", "replace"), path.decode("utf-8", "replace")))
+            span, path = words[0].decode("ascii", "replace"), words[5].decode("utf-8", "replace")
+            found.append((span, path))
     return found
 
 
-def _mapped_device(name: str, span: str, path: str, devices: Device) -> str:
+def _mapped_device(task: str, span: str, path: str, devices: Device) -> str:
     if path.startswith(("/dev/shm/", "/dev/zero")):
         return ""
     try:
-        number = os.stat("/proc/%s/map_files/%s" % (name, span))
+        number = os.stat("/proc/%s/map_files/%s" % (task, span))
     except OSError:
-        return _device_by_name(path)  # Not allowed here, or just unmapped.
+        return _device_by_place(path)  # Not allowed here, or just unmapped.
     if not stat.S_ISCHR(number.st_mode):
         return ""
     # The name again where the number says nothing, as when /proc/devices could not be read.
     return devices.name(number.st_rdev) or _device_by_name(path)
+
+
+def _device_by_place(path: str) -> str:
+    """The same for a file of which nothing but its path is told.
+
+    Only in folders that belong to root: on a mount of his own, which refuses root, any user can
+    have a file called nvidia3.
+    """
+    folder = path.partition(" ")[0].rpartition("/")[0]
+    return _device_by_name(path) if folder in DEVICE_FOLDERS else ""
 
 
 def _device_by_name(path: str) -> str:
@@ -587,6 +643,14 @@ def _live_tasks(name: str) -> list[str]:
             raise
         return []
     return sorted(tasks, key=lambda task: task != name)
+
+
+def _living_task(pid: int) -> int:
+    """A task of this process that has not exited; the process itself where there is none."""
+    for task in _live_tasks(str(pid)):
+        if _state("/proc/%d/task/%s" % (pid, task)) not in ("", "Z", "X"):
+            return int(task)
+    return pid
 
 
 def children(pid: int) -> list[int]:
@@ -643,7 +707,9 @@ def describe(holder: Holder) -> bool:
     holder.uid = int(uid[0]) if uid and _is_number(uid[0]) else None
     holder.ns_pid = int(ns_pid[0]) if ns_pid and _is_number(ns_pid[0]) else holder.pid
     holder.state = (status.get("State") or [holder.state])[0]
-    holder.cgroup = _read(holder.pid, "cgroup") or None
+    # Of a task that has exited cgroup v1 says that it is nobody's; the others still are somebody's.
+    spokesman = _living_task(holder.pid) if holder.state[:1] in ("Z", "X") else holder.pid
+    holder.cgroup = _read(holder.pid, "task/%d/cgroup" % spokesman) or None
     holder.namespaces = owners.pid_namespaces(holder.pid)
     if holder.state != "D" and not holder.blocks:
         # The command line lies in the process's memory, whose lock a stuck process may hold.

@@ -167,12 +167,12 @@ def hold(spec: Spec) -> None:
         open_nodes(minors, UVM)
     if kind != "open-only":
         map_nodes(minors, UVM)
+    if kind == "hung-exit":
+        os.open(spec["stuck_file"], os.O_RDONLY)
     become_user(spec)
     register(spec)
     if kind == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if kind == "hung-exit":
-        os.open(spec["stuck_file"], os.O_RDONLY)
     if kind == "unkillable":
         with open(spec["stuck_file"], "rb", buffering=0) as file:
             file.read(1)

@@ -818,7 +818,7 @@ def bytes_but(text: bytes) -> Callable[[str], bytes]:
 def test_no_bytes_of_maps_raise(text: bytes) -> None:
     for span, path in holders.parse_maps(text, b"/dev/"):
         assert span
-        assert path.startswith("/dev/")
+        assert "/dev/" in path
 
 
 def test_what_maps_say_of_devices() -> None:
@@ -832,8 +832,8 @@ def test_what_maps_say_of_devices() -> None:
     )
     assert holders.parse_maps(text, b"/dev/") == [
         ("1000-2000", "/dev/nvidia0"),
-        ("2000-3000", "/dev/nvidia-uvm (deleted)"),
-        ("6000-7000", "/dev/nvidia7"),
+        ("2000-3000", "/var/lib/lxc/129/rootfs/dev/nvidia-uvm (deleted)"),
+        ("6000-7000", "/tmp/a\v/dev/nvidia7"),
     ]
 
 
@@ -980,3 +980,103 @@ def test_who_cannot_be_read_for_want_of_a_descriptor_is_not_taken_for_gone(
                 read(holder)
         assert not Path("/proc/self/none").exists()
     assert holders.read_bytes("/proc/self/none") == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "device"),
+    [
+        ("/dev/nvidia3", "gpu3"),
+        ("/dev/nvidia-uvm (deleted)", "nvidia-uvm"),
+        ("/dev/nvidia-caps/nvidia-cap2", "nvidia-cap2"),
+        ("/home/eve/dev/nvidia3", ""),
+        ("/dev/shm/eve/nvidia3", ""),
+        ("/mnt/models/nvidia-Llama-70B", ""),
+    ],
+)
+def test_a_file_that_its_mount_tells_nothing_of_is_a_device_only_where_devices_are(
+    monkeypatch: pytest.MonkeyPatch, path: str, device: str
+) -> None:
+    """Every user can have a mount that refuses root, and a file of any name on it."""
+
+    def refuse(_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert holders._device_behind("7", path, DEVICES) == device
+    assert holders._mapped_device("4242", "1000-2000", path, DEVICES) == device
+
+
+def test_who_comes_during_the_look_is_looked_at_too(
+    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He may have what one had who has ended before it was his turn."""
+    child = python(BEGIN + "hold(sys.argv[1]); " + WAIT, nodes.make("nvidia1", 195, 1))
+    listed, listings = os.listdir, []
+
+    def listdir(folder: str) -> list[str]:
+        names = listed(folder)
+        if folder == "/proc":
+            listings.append(folder)
+            names = [name for name in names if name != str(child.pid) or len(listings) > 1]
+        return names
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert child.pid in holders.scan(DEVICES).holders
+    assert 1 < len(listings) <= 1 + holders.NEW_LOOKS
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "hangs"),
+    [
+        ("D", holders.EXITING, True),
+        ("D", holders.EXITING | 0x400500, True),
+        ("D", 0x400500, False),
+        ("S", holders.EXITING, False),
+        ("D", holders.EXITING | holders.KERNEL_THREAD, False),
+    ],
+)
+def test_who_hangs_while_it_ends(
+    monkeypatch: pytest.MonkeyPatch, state: str, flags: int, hangs: bool
+) -> None:
+    line = f"1 (python3) {state} 1 1 1 0 -1 {flags} " + "0 " * 20
+    monkeypatch.setattr(holders, "read_bytes", lambda _: line.encode())
+    assert holders._hangs_while_it_ends(str(os.getpid())) == hangs
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+@pytest.mark.parametrize("deep", [False, True])
+def test_who_hangs_while_it_ends_could_not_be_looked_at(
+    python: Python, monkeypatch: pytest.MonkeyPatch, deep: bool, for_good: bool
+) -> None:
+    """Whoever only takes a moment to end has ended, and holds nothing."""
+    child = python(BEGIN + WAIT)
+    until_then = time.monotonic() + (PATIENCE if for_good else 0.2)
+    monkeypatch.setattr(holders, "ENDING_PATIENCE", 0.4 if for_good else PATIENCE)
+    monkeypatch.setattr(holders, "_open_devices", lambda *_: (0, set()))
+    monkeypatch.setattr(holders, "_hangs_while_it_ends", lambda _: time.monotonic() < until_then)
+    scan = holders.scan(DEVICES, deep, pids=[child.pid])
+    stays = {child.pid} if for_good else set()
+    assert (scan.skipped, scan.late, scan.holders) == (stays, stays, {})
+
+
+def test_a_dead_main_thread_does_not_say_whose_the_process_is(
+    python: Python, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In cgroup v1 a task that has exited is in the root group, which is the node's own."""
+    child = python(
+        BEGIN
+        + "threading.Thread(target=time.sleep, args=(60,)).start(); ready(); end_this_thread()"
+    )
+    assert until(lambda: main_thread_is_dead(child.pid))
+    read = holders.read_bytes
+
+    def as_v1_tells(path: str) -> bytes:
+        if not path.endswith("/cgroup"):
+            return read(path)
+        dead = path in (f"/proc/{child.pid}/cgroup", f"/proc/{child.pid}/task/{child.pid}/cgroup")
+        return b"7:freezer:/\n" if dead else b"7:freezer:/slurm/uid_1000/job_987654/step_0\n"
+
+    monkeypatch.setattr(holders, "read_bytes", as_v1_tells)
+    holder = holders.Holder(child.pid)
+    assert holders.describe(holder)
+    assert "job_987654" in (holder.cgroup or "")
