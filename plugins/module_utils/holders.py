@@ -21,6 +21,7 @@ import errno
 import mmap
 import os
 import pwd
+import re
 import signal
 import stat
 import time
@@ -81,6 +82,12 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 # Flags in /proc/PID/stat, from include/linux/sched.h: of one that ends, and of a kernel thread.
 EXITING = 0x00000004
 KERNEL_THREAD = 0x00200000
+
+# The last word of an option or variable that says who somebody is, and the place for that in an
+# address. Not tokens in general: of those servers have a number.
+SECRET = re.compile(r"(?:^|[-_])(?:key|token|secret|pass|passwd|password|credentials?)$", re.I)
+IN_ADDRESS = re.compile(r"//[^/@\s]+@")
+STARS = "***"
 
 # Stand in the place of the evidence for a process that cannot be looked at, now or at all.
 BUSY = "busy"
@@ -721,8 +728,30 @@ def describe(holder: Holder) -> bool:
 
 
 def command_of(cmdline: str) -> str:
-    """The beginning of a command line, from the text of ``/proc/PID/cmdline``."""
-    return _printable(" ".join(cmdline.split("\0")).strip()[:300])
+    """The beginning of a command line, from the text of ``/proc/PID/cmdline``.
+
+    It goes into reports and logs, so what an option says of a key or a password is left out.
+    """
+    words = [word for word in cmdline.split("\0") if word.strip(" ")]
+    if not words[1:]:  # A title, of which the words are not told apart, but for the blanks.
+        words = cmdline.strip("\0 ").split(" ")
+    return _printable(" ".join(words[:1] + _without_secrets(words[1:])).strip(" ")[:300])
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """The same with stars for what follows ``--api-key`` and the like, or is in an address."""
+    found = []
+    named = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if named and not word.startswith("-"):
+            found.append(STARS)
+        elif equals and SECRET.search(name):
+            found.append(name + equals + STARS)
+        else:
+            found.append(IN_ADDRESS.sub("//%s@" % STARS, word))
+        named = not equals and word.startswith("-") and bool(SECRET.search(name))
+    return found
 
 
 def _printable(text: str) -> str:

@@ -1080,3 +1080,31 @@ def test_a_dead_main_thread_does_not_say_whose_the_process_is(
     holder = holders.Holder(child.pid)
     assert holders.describe(holder)
     assert "job_987654" in (holder.cgroup or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["vllm", "serve", "--api-key", "sk-1", "--port", "1"],
+            "vllm serve --api-key *** --port 1",
+        ),
+        (["vllm", "--hf-token=hf_1", "--tp", "8"], "vllm --hf-token=*** --tp 8"),
+        (["a b --api_key sk-1 --max-tokens 512"], "a b --api_key *** --max-tokens 512"),
+        (["x", "HF_TOKEN=1", "-password", "y z"], "x HF_TOKEN=*** -password ***"),
+        (["x", "--token", "--tokenizer", "t"], "x --token --tokenizer t"),
+        (["x", "--key=", "--max-num-batched-tokens=8"], "x --key=*** --max-num-batched-tokens=8"),
+        (["x", "s3://me:secret@host/a@b", "git@host:r"], "x s3://***@host/a@b git@host:r"),
+        (["api-key", "x", "--ssl-keyfile", "/k.pem"], "api-key x --ssl-keyfile /k.pem"),
+    ],
+)
+def test_no_secret_of_a_command_line_is_told(words: list[str], told: str) -> None:
+    assert holders.command_of("\0".join(words) + "\0") == told
+
+
+@hypothesis.given(text=st.text())
+def test_a_command_keeps_its_program(text: str) -> None:
+    told = holders.command_of(text)
+    first = text.strip("\0 ").replace("\0", " ").split(" ")[0]
+    assert told.startswith(holders._printable(first[:300]))
+    assert len(told) <= 300
