@@ -436,77 +436,111 @@ class World:
     def happen(self, event: dict[str, Any]) -> None:
         """Arrange one thing."""
         ((verb, what),) = event.items()
-        if verb == "hold":
-            options = dict(what)
-            label = options.pop("as")
-            host = options.pop("host")
-            if "gpus" in options:
-                options["gpus"] = str(options["gpus"])
-            respawn = options.get("respawn", 0)
-            options["respawn"] = -1 if respawn is True else respawn
-            held = self.lab.hold_many(host, options.pop("count", 1), **options)
-            again = options["respawn"] != 0 or options.get("restart") == "always"
-            self.held[label] = [dict(holder, respawn=again) for holder in held]
-        elif verb == "fault":
-            self.lab.fault(what["where"], what["kind"], str(what.get("value", "")))
-            # Files were moved away; a container that is stopped cannot be given them back.
-        elif verb == "heal":
-            self.lab.heal(what)
-        elif verb == "stop":
-            self.worn = True
-            self.lab.stop(what)
-            self.forget(what, "")
-        elif verb == "cut":
-            self.worn = True
-            self.lab.cut(what)
-            self.forget(what, "sshd")
-        elif verb == "drop":
-            for holder in self.held.pop(what):
-                self.end(holder)
-        elif verb == "kill":
-            for holder in self.held[what]:
-                os.kill(holder["outer_pid"], signal.SIGKILL)
-        elif verb == "user":
-            self.worn = True
-            home = f"/home/{what['name']}"
-            script = (
-                f"mkdir -p {home} && cp -r /root/.ssh {home}/ && chown -R 1007 {home} && "
-                f"echo '{what['name']}:x:1007:1007::{home}:/bin/bash' >>/etc/passwd"
-            )
-            self.lab.inside(what["host"], ["sh", "-c", script], check=True)
-        elif verb == "program":
-            self.worn = True
-            script = f"cat >{what['path']} && chmod 755 {what['path']}"
-            self.lab.inside(what["host"], ["sh", "-c", script], input=what["text"], check=True)
-        elif verb == "vars":
-            for name, variables in what.items():
-                file = self.lab.paths.state / "host_vars" / f"{name}.json"
-                file.parent.mkdir(exist_ok=True)
-                file.write_text(json.dumps(variables))
-        elif verb == "freeze":
-            for helper in self.helpers(self.held[what][0]):
-                os.kill(helper["pid"], signal.SIGSTOP)
-        elif verb == "type":
-            run = self.type(what)
-            assert run.code == 0, f"{what} (exit {run.code})\n{run.output}"
-            assert not run.actions("sent"), f"{what} signalled somebody"
-        elif verb == "alter":
-            file = Path(self.apart(what["file"]))
-            text = file.read_text()
-            assert what["from"] in text, f"{what['from']} is not in {text}"
-            file.write_text(text.replace(what["from"], what["to"]))
-        elif verb == "plain":
-            pid = self.start_plain(what["host"], what["name"])
-            self.plain[what["as"]] = Process(what["as"], pid, linux.start_time(pid))
-        elif verb == "watch":
-            pid = self.start(what["host"], WATCH[0], *WATCH)
-            self.plain[what["as"]] = Process(what["as"], pid, linux.start_time(pid))
-        elif verb == "escape":
-            holder = self.held[what][0]
-            host = self.lab.plan().host(holder["host"]).name
-            group = self.lab.paths.host_cgroup(host) / "system.slice/escaped.service"
-            group.mkdir(parents=True, exist_ok=True)
-            (group / "cgroup.procs").write_text(str(holder["outer_pid"]))
+        getattr(self, f"do_{verb}")(what)
+
+    def do_hold(self, what: dict[str, Any]) -> None:
+        """Processes that hold GPUs."""
+        options = dict(what)
+        label = options.pop("as")
+        host = options.pop("host")
+        if "gpus" in options:
+            options["gpus"] = str(options["gpus"])
+        respawn = options.get("respawn", 0)
+        options["respawn"] = -1 if respawn is True else respawn
+        held = self.lab.hold_many(host, options.pop("count", 1), **options)
+        again = options["respawn"] != 0 or options.get("restart") == "always"
+        self.held[label] = [dict(holder, respawn=again) for holder in held]
+
+    def do_fault(self, what: dict[str, Any]) -> None:
+        """Something is broken."""
+        self.lab.fault(what["where"], what["kind"], str(what.get("value", "")))
+
+    def do_heal(self, host: str) -> None:
+        """Nothing is broken any more."""
+        self.lab.heal(host)
+
+    def do_stop(self, container: str) -> None:
+        """A container is stopped."""
+        self.worn = True
+        self.lab.stop(container)
+        self.forget(container, "")
+
+    def do_cut(self, host: str) -> None:
+        """A host's sshd is gone."""
+        self.worn = True
+        self.lab.cut(host)
+        self.forget(host, "sshd")
+
+    def do_drop(self, label: str) -> None:
+        """Holders end by themselves."""
+        for holder in self.held.pop(label):
+            self.end(holder)
+
+    def do_kill(self, label: str) -> None:
+        """Holders are killed by somebody else."""
+        for holder in self.held[label]:
+            os.kill(holder["outer_pid"], signal.SIGKILL)
+
+    def do_user(self, what: dict[str, Any]) -> None:
+        """Somebody else than root may log in."""
+        self.worn = True
+        home = f"/home/{what['name']}"
+        script = (
+            f"mkdir -p {home} && cp -r /root/.ssh {home}/ && chown -R 1007 {home} && "
+            f"echo '{what['name']}:x:1007:1007::{home}:/bin/bash' >>/etc/passwd"
+        )
+        self.lab.inside(what["host"], ["sh", "-c", script], check=True)
+
+    def do_program(self, what: dict[str, Any]) -> None:
+        """An executable file is there."""
+        self.worn = True
+        script = f"cat >{what['path']} && chmod 755 {what['path']}"
+        self.lab.inside(what["host"], ["sh", "-c", script], input=what["text"], check=True)
+
+    def do_vars(self, what: dict[str, Any]) -> None:
+        """The inventory says more of some hosts."""
+        for name, variables in what.items():
+            file = self.lab.paths.state / "host_vars" / f"{name}.json"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(variables))
+
+    def do_freeze(self, label: str) -> None:
+        """Who looks after a holder is stopped."""
+        for helper in self.helpers(self.held[label][0]):
+            os.kill(helper["pid"], signal.SIGSTOP)
+
+    def do_type(self, typed: str) -> None:
+        """Another command, before the one that is judged."""
+        run = self.type(typed)
+        assert run.code == 0, f"{typed} (exit {run.code})\n{run.output}"
+        assert not run.actions("sent"), f"{typed} signalled somebody"
+
+    def do_alter(self, what: dict[str, Any]) -> None:
+        """A file is edited."""
+        file = Path(self.apart(what["file"]))
+        text = file.read_text()
+        assert what["from"] in text, f"{what['from']} is not in {text}"
+        file.write_text(text.replace(what["from"], what["to"]))
+
+    def do_plain(self, what: dict[str, Any]) -> None:
+        """A process that holds no GPU."""
+        self.remember_plain(what["as"], self.start_plain(what["host"], what["name"]))
+
+    def do_watch(self, what: dict[str, Any]) -> None:
+        """Somebody reads the GPUs again and again."""
+        self.remember_plain(what["as"], self.start(what["host"], WATCH[0], *WATCH))
+
+    def remember_plain(self, label: str, pid: int) -> None:
+        """A process of this file that holds no GPU."""
+        self.plain[label] = Process(label, pid, linux.start_time(pid))
+
+    def do_escape(self, label: str) -> None:
+        """A holder leaves its container's control group."""
+        holder = self.held[label][0]
+        host = self.lab.plan().host(holder["host"]).name
+        group = self.lab.paths.host_cgroup(host) / "system.slice/escaped.service"
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "cgroup.procs").write_text(str(holder["outer_pid"]))
 
     def end(self, holder: dict[str, Any]) -> None:
         """End a holder that may have ended already."""
