@@ -12,7 +12,7 @@ import yaml
 HERE = Path(__file__).parent
 
 VERDICTS = ("clean", "held", "blocked", "unkillable", "unknown", "unreachable", "refused", "absent")
-RUNGS = ("mps", "terminate", "kill", "targeted", "fuser", "host", "first", "second")
+RUNGS = ("mps", "terminate", "kill", "targeted", "fuser", "host")
 
 # What can be arranged beforehand, or between the two times; most are verbs of the lab.
 EVENTS = {
