@@ -452,8 +452,10 @@ class World:
         self.held[label] = [dict(holder, respawn=again) for holder in held]
 
     def do_fault(self, what: dict[str, Any]) -> None:
-        """Something is broken."""
-        self.lab.fault(what["where"], what["kind"], str(what.get("value", "")))
+        """Something is broken; its value can name a process that holds no GPU, as in {label}."""
+        numbers = {name: linux.namespace_pids(each.pid)[-1] for name, each in self.plain.items()}
+        value = str(what.get("value", "")).format_map(numbers)
+        self.lab.fault(what["where"], what["kind"], value)
 
     def do_heal(self, host: str) -> None:
         """Nothing is broken any more."""

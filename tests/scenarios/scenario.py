@@ -17,7 +17,7 @@ RUNGS = ("mps", "terminate", "kill", "targeted", "fuser", "host")
 # What can be arranged beforehand, or between the two times; most are verbs of the lab.
 EVENTS = {
     "hold": "a process that holds GPUs; `as` is its name in this file",
-    "fault": "something that is broken",
+    "fault": "something that is broken; {label} in its value is the number of a plain process",
     "heal": "everything that was broken on a host is well again",
     "stop": "a container is stopped",
     "cut": "a host's sshd is gone",

@@ -654,3 +654,18 @@ def test_after_a_look_that_failed_no_answer_passes_for_another(
     fails = False
     assert host.look(0.0).holders == {}
     assert waiting == []
+
+
+def test_a_number_in_the_drivers_list_makes_no_holder_of_who_holds_nothing() -> None:
+    host = this_node()
+    host.minors = {"GPU-a": 3}
+    there, innocent = 500, 501
+    listed = [nvidia_smi.App("GPU-a", pid, 900, "python3") for pid in (there, innocent)]
+    host.session = cast("nvidia_smi.Session", SimpleNamespace(apps=lambda: (listed, [])))
+    found = holders.Scan(deep=True)
+    found.add(there, "descriptor", ["gpu3"])
+    assert not host._add_driver_list(found)
+    assert list(found.holders) == [there]
+    assert found.holders[there].used_mib == {3: 900}
+    assert found.holders[there].evidence == {"gpu3": {"descriptor", "driver list"}}
+    assert host.ghosts == [(3, innocent)]
