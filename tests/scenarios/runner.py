@@ -47,7 +47,6 @@ LONGEST_SILENCE = 10  # seconds from SIGKILL until who outlives it is reported
 # Seconds that Ansible takes to start on the machine for which these limits, and those of the
 # scenarios, were written: an idle one.
 USUAL_START = 0.4
-LADDER = ("mps", "terminate", "kill", "targeted", "fuser", "host")
 # systemd keeps what sshd says in its journal; it is read from outside as a file, as of the others.
 SSHD_LOG_UNIT = """\
 mkdir -p /etc/systemd/system/ssh.service.d
@@ -132,11 +131,24 @@ class Run:
 
     def actions(self, outcome: str) -> list[dict[str, Any]]:
         """Everything that was (or in check mode would be) signalled, in order."""
-        found = []
-        for host in {event["host"] for event in self.verdicts}:
-            lists = [result["actions"] for result in self.results(host) if result.get("actions")]
-            found += [action for action in (lists[-1] if lists else [])]
+        hosts = {event["host"] for event in self.verdicts}
+        found = [action for host in hosts for action in self.signals(host)]
         return [action for action in found if action["result"] == outcome]
+
+    def signals(self, host: str) -> list[dict[str, Any]]:
+        """What this host's last result that says so has of signals, in order."""
+        lists = [result["actions"] for result in self.results(host) if result.get("actions")]
+        return list(lists[-1]) if lists else []
+
+    def climbed(self, machine: str) -> int:
+        """How many of the rungs to climb it took to signal the last one on this machine."""
+        most = 0
+        for data in [event["event_data"] for event in self.of("runner_on_ok")]:
+            if data["resolved_action"] == "gpuops.gpu.gpu_route" and acts_on(data["res"], machine):
+                names = [rung["name"] for rung in data["res"]["rungs"]]
+                sent = [each for each in self.signals(data["host"]) if each["result"] == "sent"]
+                most = max([most, *(1 + names.index(each["rung"]) for each in sent)])
+        return most
 
     @property
     def spared(self) -> list[dict[str, Any]]:
@@ -156,6 +168,11 @@ class Run:
             message = event.get("result", {}).get("msg", "")
             texts += message if isinstance(message, list) else [str(message)]
         return squeeze(" ".join(str(text) for text in texts))
+
+
+def acts_on(route: dict[str, Any], machine: str) -> bool:
+    """Is this machine of the lab, which may go by a second name, the one to act on?"""
+    return str(route["acting"]).removesuffix("-ssh") == machine
 
 
 def squeeze(text: str) -> str:
@@ -755,15 +772,19 @@ class Check:
                 self.problems.append(f"FALSE CLEAN: {host}: MiB in use: {used[machine]}")
 
     def economy(self) -> None:
-        """Where all ends clean: two remote executions, and one more for each rung climbed."""
-        if set(self.outcome.verdict.values()) != {"clean"}:
-            return
-        rungs = [action["rung"] for action in self.run.actions("sent")]
-        climbed = 1 + max((LADDER.index(rung) for rung in rungs if rung in LADDER), default=-1)
-        for host, count in self.run.executions.items():
-            most = self.outcome.executions.get(host, 2 + climbed)
-            if count > most:
-                self.problems.append(f"{host}: {count} remote executions for {climbed} rungs")
+        """Refused before anybody is reached; clean with two executions and one more for each rung.
+
+        A scenario that is refused for what was read on the machine says how often that was.
+        """
+        run, stated = self.run, self.outcome.executions
+        words = set(self.outcome.verdict.values())
+        if words == {"refused"} and not stated:
+            self.expect("remote executions", 0, sum(run.executions.values()))
+        if words == {"clean"}:
+            for machine, count in run.executions.items():
+                climbed = run.climbed(machine)
+                if count > stated.get(machine, 2 + climbed):
+                    self.problems.append(f"{machine}: {count} executions for {climbed} rungs")
 
     def in_time(self) -> None:
         """Who outlives SIGKILL is reported soon after it."""

@@ -44,7 +44,8 @@ class Outcome:
     """What must come of one typed command. Whatever is not named must not happen.
 
     ``exit``: the exit code. ``verdict``: by host: one of the five verdicts, ``unreachable``,
-    ``refused`` (stopped before anything was read), or ``absent`` (took no part).
+    ``refused`` (failed without a verdict; where all are, nobody may have been reached, unless
+    ``executions`` are stated), or ``absent`` (took no part).
     ``killed``: who is gone afterwards, by the rung that did it; everybody else is alive.
     ``survives``: who was signalled at that rung and is still there.
     ``would_kill``: in check mode, who would be signalled, by rung.
