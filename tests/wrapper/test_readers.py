@@ -19,7 +19,7 @@ import pytest
 from gpuops import history
 from gpuops.report import Report
 from tests.lab import Lab
-from tests.patience import until
+from tests.patience import PATIENCE, until
 
 GPUOPS = [sys.executable, "-m", "gpuops"]
 XOFF, XON = b"\x13", b"\x11"
@@ -90,7 +90,7 @@ def start(lab: Lab, tmp_path: Path) -> Iterator[Start]:
 
 def remembered(folder: Path) -> dict[str, Any]:
     """The run, as soon as it is in the history."""
-    assert until(lambda: list(history.read(folder)), 60), "the run waits for its reader"
+    assert until(lambda: list(history.read(folder)), 3 * PATIENCE), "the run waits for its reader"
     return next(iter(history.read(folder)))
 
 
@@ -117,7 +117,7 @@ def test_a_reader_that_stops_holds_up_nothing_but_the_screen(
     if place is stopped_terminal:
         os.write(reads, XON)
     shown = drain(reads)
-    assert run.wait(30) == 0
+    assert run.wait(3 * PATIENCE) == 0
     assert "1 host: 1 clean; 1 process signalled" in shown
     os.close(reads)
 
@@ -133,7 +133,7 @@ def test_ctrl_c_ends_a_run_whose_reader_has_stopped(
     remembered(tmp_path)
     time.sleep(1)
     run.send_signal(signal.SIGINT)
-    assert run.wait(30) == 130
+    assert run.wait(3 * PATIENCE) == 130
     os.close(reads)
 
 
@@ -144,7 +144,7 @@ def test_a_slow_terminal_fails_nothing(start: Start, tmp_path: Path) -> None:
     run = start(stdout=slave, stderr=slave)
     os.close(slave)
     shown = drain(master, pause=0.03, size=32)
-    assert run.wait(30) == 0
+    assert run.wait(3 * PATIENCE) == 0
     assert remembered(tmp_path)["verdict"] == "clean"
     assert "1 host: 1 clean; 1 process signalled" in shown
     os.close(master)
@@ -156,5 +156,5 @@ def test_a_reader_that_leaves_does_not_stop_a_reset(start: Start, tmp_path: Path
     os.close(reads)
     run = start(stdout=writes)
     os.close(writes)
-    assert run.wait(60) == 0
+    assert run.wait(3 * PATIENCE) == 0
     assert remembered(tmp_path)["verdict"] == "clean"
