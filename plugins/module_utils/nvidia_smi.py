@@ -114,21 +114,23 @@ class Reading:
     seconds at which it was not there yet, so that it is no older.
     """
 
-    def __init__(self, gpus: list[Gpu], problems: list[str], exit_code: int | None = 0) -> None:
+    def __init__(self, gpus: list[Gpu], problems: list[str]) -> None:
         self.at = time.monotonic()
         self.gpus = gpus
-        self.problems = problems
-        self.exit_code = exit_code
+        self.problems = problems or ([] if gpus else ["nvidia-smi listed no GPU"])
         self.not_told = [
             "memory.used of GPU %d reads '%s'" % (gpu.index, gpu.used_text)
             for gpu in gpus
             if gpu.used_text in NOT_AVAILABLE
         ]
 
-    @property
-    def readable(self) -> bool:
-        """True only if every row was understood, every value is known, and there is a row."""
-        return not self.problems and not self.not_told and bool(self.gpus)
+    def problem(self, holders_only: bool) -> str:
+        """The first thing that is wrong with it, or ``""``.
+
+        :param holders_only: memory that is not told is what this machine was declared to have.
+        """
+        problems = self.problems + ([] if holders_only else self.not_told)
+        return problems[0] if problems else ""
 
 
 class App:
@@ -165,7 +167,7 @@ def parse_gpus(text: str, exit_code: int) -> Reading:
     reading with a problem proves nothing.
     """
     if exit_code != 0:
-        return Reading([], [failure(text, exit_code)], exit_code)
+        return Reading([], [failure(text, exit_code)])
     gpus: list[Gpu] = []
     problems: list[str] = []
     for line in text.split("\n"):
@@ -182,9 +184,7 @@ def parse_gpus(text: str, exit_code: int) -> Reading:
         if any(is_same_gpu(gpu, other) for other in gpus):
             problems.append("nvidia-smi lists GPU %d (%s) twice" % (index, gpu.uuid))
         gpus.append(gpu)
-    if not gpus and not problems:
-        problems.append("nvidia-smi listed no GPU")
-    return Reading(gpus, problems, exit_code)
+    return Reading(gpus, problems)
 
 
 def is_same_gpu(one: Gpu, other: Gpu) -> bool:
@@ -421,7 +421,7 @@ class Session:
         try:
             text, code = self.answer()
         except SmiError as error:
-            return Reading([], [str(error)], None)
+            return Reading([], [str(error)])
         reading = parse_gpus(text, code)
         reading.at = self._asked_at
         return reading

@@ -320,9 +320,9 @@ def unreadable(target: Target, reading: nvidia_smi.Reading, nodes: int) -> str:
 
     :param nodes: how many GPUs the machine should have if the inventory does not say.
     """
-    problems = reading.problems + ([] if target.holders_only else reading.not_told)
-    if problems or not reading.gpus:
-        return problems[0] if problems else "nvidia-smi listed no GPU"
+    problem = reading.problem(target.holders_only)
+    if problem:
+        return problem
     expected = target.expected_gpus or nodes
     if expected and len(reading.gpus) != expected:
         return "nvidia-smi lists %d GPUs where %d are expected" % (len(reading.gpus), expected)

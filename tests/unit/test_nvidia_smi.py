@@ -85,7 +85,7 @@ def parsed(text: str) -> nvidia_smi.Reading:
 @given(rows())
 def test_good_rows_are_read_as_they_are(table: list[list[str]]) -> None:
     reading = parsed(text_of(table))
-    assert reading.readable
+    assert not reading.problem(holders_only=False)
     assert reading.problems == []
     seen = [
         [
@@ -142,7 +142,7 @@ def test_memory_that_is_no_number_is_unknown_and_never_zero(
     which = data.draw(st.integers(0, len(table) - 1))
     table[which][3] = value
     reading = parsed(text_of(table))
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     problem = verdict.unreadable(verdict.Target({"name": "node1"}), reading, 0)
     assert problem == f"memory.used of GPU {which} reads '{value.strip()}'"
     assert reading.gpus[which].used_mib is None
@@ -165,7 +165,7 @@ def test_other_values_that_are_no_number_are_none(
 def test_a_line_twice_is_not_readable(table: list[list[str]], data: st.DataObject) -> None:
     table.append(data.draw(st.sampled_from(table)))
     reading = parsed(text_of(table))
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert any("twice" in problem for problem in reading.problems)
 
 
@@ -175,7 +175,7 @@ def test_what_only_one_gpu_can_have_is_not_readable_twice(
 ) -> None:
     table[-1][column] = table[0][column].lower() if column == 2 else table[0][column]
     reading = parsed(text_of(table))
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert any("twice" in problem for problem in reading.problems)
 
 
@@ -222,7 +222,7 @@ def test_a_line_that_is_no_row_spoils_the_reading(
     lines = text_of(table).splitlines(keepends=True)
     lines.insert(data.draw(st.integers(0, len(lines))), line + "\n")
     reading = parsed("".join(lines))
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert any("a line that is no GPU" in problem for problem in reading.problems)
 
 
@@ -231,7 +231,7 @@ def test_a_field_missing_is_not_readable(table: list[list[str]], column: int) ->
     # A comma in the name would fill the gap; test_a_reading_is_only_readable… covers that.
     assume("," not in table[0][-1])
     del table[0][column]
-    assert not parsed(text_of(table)).readable
+    assert parsed(text_of(table)).problem(holders_only=False)
 
 
 @given(rows(), st.data())
@@ -245,34 +245,31 @@ def test_a_reading_is_only_readable_if_every_line_is_a_good_row(
         text = text[:place] + new + text[place + data.draw(st.integers(0, 3)) :]
     reading = parsed(text)
     found = [GOOD_ROW.fullmatch(line) for line in text.splitlines() if line.strip()]
-    if reading.readable:
+    if not verdict.unreadable(verdict.Target({"name": "node1"}), reading, 0):
         assert all(found)
         matches = [match for match in found if match]
         assert len({int(match[1]) for match in matches}) == len(found) > 0
         assert len({match[2].strip() for match in matches}) == len(found)
         assert [gpu.used_mib for gpu in reading.gpus] == [int(match[3]) for match in matches]
-    else:
-        assert verdict.unreadable(verdict.Target({"name": "node1"}), reading, 0)
 
 
 @given(rows(), st.integers(-64, 255).filter(bool))
 def test_an_exit_code_other_than_zero_is_not_readable(table: list[list[str]], code: int) -> None:
     reading = nvidia_smi.parse_gpus(text_of(table), code)
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert reading.gpus == []
-    assert reading.exit_code == code
 
 
 @pytest.mark.parametrize("text", ["", "\n", " \n\n"])
 def test_silence_is_not_readable(text: str) -> None:
     reading = parsed(text)
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert reading.problems == ["nvidia-smi listed no GPU"]
 
 
 @given(st.text())
 def test_any_text_is_read_without_an_error(text: str) -> None:
-    assert isinstance(parsed(text).readable, bool)
+    assert isinstance(parsed(text).problem(holders_only=False), str)
     assert isinstance(nvidia_smi.parse_apps(text, 0), tuple)
     assert isinstance(nvidia_smi.parse_minors(text), dict)
 
@@ -329,16 +326,16 @@ def test_the_real_tools_failures_are_named(
 ) -> None:
     text = capture(f"{name}.out")
     reading = nvidia_smi.parse_gpus(text, code)
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert reading.problems == [f"nvidia-smi failed with exit code {code}: {problem}"]
     assert nvidia_smi.parse_apps(text, code) == ([], reading.problems)
     # The same words with exit code 0, as some drivers have it, are no better.
-    assert not parsed(text).readable
+    assert parsed(text).problem(holders_only=False)
 
 
 def test_other_outputs_of_the_real_tool_are_no_reading(capture: Capture) -> None:
     for name in ("query_used.out", "table.out", "q.out", "apps.out"):
-        assert not parsed(capture(name)).readable
+        assert parsed(capture(name)).problem(holders_only=False)
 
 
 def test_a_tool_that_is_not_there_is_said_in_other_words() -> None:
@@ -488,7 +485,7 @@ esac
     for question in ("gpus", "apps", "minors", "nodes", "gpus"):
         session.ask(question)
     first = session.gpus()
-    assert first.readable
+    assert not first.problem(holders_only=False)
     assert [(gpu.used_mib, gpu.name) for gpu in first.gpus] == [(20, "NVIDIA H200")]
     apps, problems = session.apps()
     assert [(app.pid, app.name) for app in apps] == [(12, "python, 3")]
@@ -497,7 +494,7 @@ esac
     listing, code = session.answer()
     assert code == 0
     assert "null" in listing.split()
-    assert session.gpus().readable
+    assert not session.gpus().problem(holders_only=False)
 
 
 def test_an_answer_that_lay_there_is_not_taken_for_a_fresh_one(place: Place) -> None:
@@ -541,7 +538,7 @@ def test_a_tool_that_never_answers_is_abandoned_at_the_deadline(
     began = time.monotonic()
     reading = asked(session)
     assert 0.25 < time.monotonic() - began < PATIENCE
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert reading.problems == ["container 129: nvidia-smi did not answer within 0.3 s"]
     # From then on it says so at once, and waits for nobody.
     monkeypatch.setattr(deadline, "readable", lambda *_: pytest.fail("waited again"))
@@ -555,34 +552,32 @@ def test_a_tool_that_never_answers_is_abandoned_at_the_deadline(
 def test_a_tool_that_hangs_after_a_good_row_gives_no_reading(place: Place) -> None:
     session = place.session(f"echo '{GOOD}'; exec sleep 60", timeout=0.3)
     reading = asked(session)
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert reading.gpus == []
 
 
 def test_a_slow_second_answer_has_a_deadline_of_its_own(place: Place) -> None:
     session = place.session(f"echo '{GOOD}'")
     session.ask("gpus", "gpus")
-    assert session.gpus().readable
+    assert not session.gpus().problem(holders_only=False)
     # The time of the first answer is over since long when the second is waited for.
     session._asked[0] -= 2 * PATIENCE
-    assert session.gpus().readable
+    assert not session.gpus().problem(holders_only=False)
 
 
 def test_a_tool_that_dies_is_a_problem_with_its_exit_code(place: Place) -> None:
     session = place.session("kill -9 $$")
     reading = asked(session)
-    assert not reading.readable
-    assert reading.exit_code == 137
+    assert reading.problem(holders_only=False)
     assert reading.problems[0].startswith("nvidia-smi failed with exit code 137")
     # The shell outlives the tool.
-    assert asked(session).exit_code == 137
+    assert asked(session).problems == reading.problems
 
 
 def test_a_shell_that_dies_is_a_problem_with_its_last_words(place: Place) -> None:
     session = place.session("echo 'container going down'; kill -9 $PPID")
     reading = asked(session)
-    assert not reading.readable
-    assert reading.exit_code is None
+    assert reading.problem(holders_only=False)
     assert reading.problems[0].startswith("container 129: cannot read there: ")
     assert asked(session).problems == reading.problems
 
@@ -601,7 +596,7 @@ def test_a_way_that_does_not_exist_is_named() -> None:
     session = nvidia_smi.Session("container 129", ["no-such-pct", "exec", "129", "--"], 5)
     reading = asked(session)
     session.close()
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert reading.problems == ["there is no command 'no-such-pct' to reach container 129 with"]
     assert not session.hung
 
@@ -652,19 +647,18 @@ def test_what_the_way_there_prints_first_is_dropped(tmp_path: Path, place: Place
 def test_what_the_tool_prints_before_its_rows_spoils_the_reading(place: Place, stream: str) -> None:
     session = place.session(f"echo 'WARNING: infoROM is corrupted'{stream}; echo '{GOOD}'")
     reading = asked(session)
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert "infoROM is corrupted" in reading.problems[0]
 
 
 def test_no_tool_there(place: Place) -> None:
     reading = asked(place.session(None))
-    assert reading.exit_code == 127
     assert reading.problems == ["nvidia-smi is not installed there"]
 
 
 def test_a_tool_that_exits_with_127_itself(place: Place) -> None:
     reading = asked(place.session(f"echo '{GOOD}'; exit 127"))
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
 
 
 def test_a_large_answer_arrives_whole(place: Place) -> None:
@@ -676,13 +670,13 @@ def test_a_large_answer_arrives_whole(place: Place) -> None:
     session.ask("gpus")
     apps, problems = session.apps()
     assert (len(apps), problems) == (rows_wanted, [])
-    assert not session.gpus().readable
+    assert session.gpus().problem(holders_only=False)
 
 
 def test_bytes_that_are_no_text_are_read_without_an_error(place: Place) -> None:
     session = place.session(f"printf '\\377\\376\\n'; echo '{GOOD}'")
     reading = asked(session)
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert len(reading.gpus) == 1
 
 
@@ -705,7 +699,7 @@ def test_a_tool_that_never_stops_printing_is_abandoned(place: Place) -> None:
     began = time.monotonic()
     reading = asked(session)
     assert time.monotonic() - began < PATIENCE
-    assert not reading.readable
+    assert reading.problem(holders_only=False)
     assert len(reading.problems) == 1
     assert reading.problems[0].startswith("container 129: nvidia-smi d")
 
@@ -715,7 +709,7 @@ def test_a_tool_that_hangs_is_killed_with_its_shell(place: Place, tmp_path: Path
     session = place.session(f"echo $$ >{file}; exec sleep 60", timeout=0.5)
     session.ask("gpus")
     tool = Path("/proc") / number_in(file)
-    assert not session.gpus().readable
+    assert session.gpus().problem(holders_only=False)
     assert until(lambda: not tool.exists())
 
 
@@ -733,7 +727,7 @@ esac
     session.ask("gpus")
     apps, problems = session.apps()
     assert ([(app.pid, app.name) for app in apps], problems) == ([(12, name), (13, "python")], [])
-    assert session.gpus().readable
+    assert not session.gpus().problem(holders_only=False)
 
 
 def test_thousands_of_digits_are_no_number() -> None:
@@ -752,8 +746,8 @@ def test_thousands_of_digits_are_no_number() -> None:
     ],
 )
 def test_fields_that_are_out_of_place_are_noticed(row: str) -> None:
-    assert not parsed(row + "\n").readable
-    assert parsed(GOOD + "\n").readable
+    assert parsed(row + "\n").problem(holders_only=False)
+    assert not parsed(GOOD + "\n").problem(holders_only=False)
 
 
 def test_a_closed_session_leaves_no_call_behind(place: Place, tmp_path: Path) -> None:
@@ -797,7 +791,7 @@ def test_a_loop_gives_one_whole_reading_after_the_other(
     seen = []
     for _ in range(6):
         reading = loop.reading(PATIENCE)
-        assert reading is not None and reading.readable
+        assert reading is not None and not reading.problem(holders_only=False)
         seen.append([gpu.used_mib for gpu in reading.gpus])
     assert seen == [[20, 20], [20, 20], *[[0, 0]] * 4]
     assert loop.reading(0.3) is None
@@ -868,7 +862,7 @@ def test_a_lost_session_starts_no_loop(
     session = place.session(f"echo $$ >>{file}; exec sleep 60", timeout=0.3)
     session.ask("gpus")
     first = number_in(file)
-    assert not session.gpus().readable
+    assert session.gpus().problem(holders_only=False)
     assert session.lost
     assert loops(session, "GPU-1").over
     assert number_in(file) == first
@@ -951,7 +945,7 @@ def test_the_first_reader_of_a_batch_starts_alone(
     began = time.monotonic()
     readers.start_others()
     assert time.monotonic() - began < PATIENCE, "the first reading is enough"
-    assert [reading.readable for reading in batch.readings()] == [True] * 4
+    assert [reading.problem(holders_only=False) for reading in batch.readings()] == [""] * 4
     assert said.read_text().split()[:3] == ["start", "answer", "start"]
 
 
@@ -984,7 +978,8 @@ def test_a_first_reader_that_only_its_own_place_holds_up_delays_nobody_long(
     readers.start_others()
     assert time.monotonic() - began < PATIENCE
     readers._started[0].abandon_silent()
-    assert [reading.readable for reading in batch.readings()] == [False, True, True]
+    found = [bool(reading.problem(holders_only=False)) for reading in batch.readings()]
+    assert found == [True, False, False]
 
 
 def test_whose_turn_comes_later_is_not_started_when_a_call_has_got_stuck_since(
@@ -1000,7 +995,7 @@ def test_whose_turn_comes_later_is_not_started_when_a_call_has_got_stuck_since(
     in_kernel.add((4711, "1"))
     assert "an earlier nvidia-smi (pid 4711) is stuck" in readers.of(batch.targets[33]).lost
     batch.targets = batch.targets[:32]
-    assert all(reading.readable for reading in batch.readings())
+    assert not any(reading.problem(holders_only=False) for reading in batch.readings())
 
 
 def test_nothing_is_started_where_a_call_is_stuck_already(
