@@ -32,7 +32,7 @@ GPU_FIELDS = (
     # Last, so that a comma in a product name cannot shift the other columns.
     "name",
 )
-APP_FIELDS = ("gpu_uuid", "pid", "used_gpu_memory", "process_name")
+APP_FIELDS = ("gpu_uuid", "pid", "used_gpu_memory")
 
 # How the driver says that it does not tell a value at all, as on GPUs without memory of their own.
 NOT_AVAILABLE = ("[N/A]", "N/A", "[Not Supported]")
@@ -136,11 +136,10 @@ class Reading:
 class App:
     """A compute process as the driver lists it: its PID is that of the asker's namespace."""
 
-    def __init__(self, gpu_uuid: str, pid: int, used_mib: int | None, name: str) -> None:
+    def __init__(self, gpu_uuid: str, pid: int, used_mib: int | None) -> None:
         self.gpu_uuid = gpu_uuid
         self.pid = pid
         self.used_mib = used_mib
-        self.name = name
 
 
 class SmiError(Exception):
@@ -227,7 +226,7 @@ def gpu_from_row(index: int, values: list[str]) -> Gpu:
 
 
 def parse_apps(text: str, exit_code: int) -> tuple[list[App], list[str]]:
-    """Read the rows of ``--query-compute-apps=APP_FIELDS``; the names may hold commas."""
+    """Read the rows of ``--query-compute-apps=APP_FIELDS``."""
     if exit_code != 0:
         return [], [failure(text, exit_code)]
     apps: list[App] = []
@@ -235,12 +234,12 @@ def parse_apps(text: str, exit_code: int) -> tuple[list[App], list[str]]:
     for line in text.split("\n"):
         if not line.strip():
             continue
-        values = [value.strip() for value in line.split(",", len(APP_FIELDS) - 1)]
+        values = [value.strip() for value in line.split(",")]
         pid = number(values[1]) if len(values) == len(APP_FIELDS) else None
         if pid is None or not values[0].startswith(("GPU-", "MIG-")):
             problems.append("the driver's list has a line that is no process: '%s'" % line[:200])
             continue
-        apps.append(App(values[0], pid, number(values[2]), values[3]))
+        apps.append(App(values[0], pid, number(values[2])))
     return apps, problems
 
 
@@ -331,7 +330,7 @@ class Session:
         # When the question of the last answer was put: it cannot be older.
         self._asked_at = 0.0
         self._write = self._read = -1
-        # Different each time: a process can have any name, and names are part of the answers.
+        # Different each time: a process can have any name, and `nvidia-smi -q` prints names.
         self._mark = "gpuops-%s " % os.urandom(8).hex()
         if not self.lost:
             script = SESSION_SCRIPT.replace("MARK", self._mark)

@@ -47,7 +47,7 @@ def main(argv):
             print(f"    GPU UUID : {uuid}\n    Minor Number : {gpu}")
     elif argv[0].startswith("--query-compute-apps"):
         for gpu, pid in held():
-            print(f"{uuids[gpu]}, {pid}, 1000, python3")
+            print(f"{uuids[gpu]}, {pid}, 1000")
     else:
         pairs = held()
         for gpu, uuid in enumerate(uuids):

@@ -660,7 +660,7 @@ def test_a_number_in_the_drivers_list_makes_no_holder_of_who_holds_nothing() -> 
     host = this_node()
     host.minors = {"GPU-a": 3}
     there, innocent = 500, 501
-    listed = [nvidia_smi.App("GPU-a", pid, 900, "python3") for pid in (there, innocent)]
+    listed = [nvidia_smi.App("GPU-a", pid, 900) for pid in (there, innocent)]
     host.session = cast("nvidia_smi.Session", SimpleNamespace(apps=lambda: (listed, [])))
     found = holders.Scan(deep=True)
     found.add(there, "descriptor", ["gpu3"])

@@ -515,7 +515,7 @@ def test_whom_the_driver_lists_a_moment_longer_is_waited_for(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, earlier: bool
 ) -> None:
     """It has just ended; where no memory is told the list alone says that it is still freed."""
-    listed = [[nvidia_smi.App(UUID, 499, None, "python3")]] * 2
+    listed = [[nvidia_smi.App(UUID, 499, None)]] * 2
     session = machine.node.session
     monkeypatch.setattr(session, "apps", lambda: (listed.pop() if listed else [], []))
     part = machine.work(Reader("[N/A]"), holders_only=True)
