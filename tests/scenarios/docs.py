@@ -14,8 +14,9 @@ Each is played on the lab (real sshd, containers, processes; only the driver is 
 what the table says, after each of them: every bystander (the machines' sshd and process 1, monitors
 that have a GPU open, an editor, a server without a GPU, a neighbour's workload) is the same living
 process as before, nothing of gpuops still runs on any machine, nobody else was signalled, no memory
-is in use where the verdict is `clean`, a refusal is one line, a run that ends clean took at most
-two remote executions on a host and one more for each rung, and who outlived SIGKILL was reported
+is in use where the verdict is `clean`, a refusal is one line, a run that is refused executed
+nothing on any machine, one that ends clean took at most two remote executions on a host and one
+more for each rung (both unless its file says how many), and who outlived SIGKILL was reported
 within 10 s of it.
 
 *Signalled* names the rung; a process in *italics* is still there afterwards. `then` stands for
