@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from ansible_collections.gpuops.gpu.plugins.module_utils import holders
 from tests import properties
+from tests.lab.smi import CAPTURES
 
 properties.load()
 
@@ -24,7 +24,7 @@ Python = Callable[..., Child]
 @pytest.fixture
 def capture() -> Callable[[str], str]:
     """Read one of the real outputs of nvidia-smi, taken with driver 580."""
-    return lambda name: (Path(__file__).parent / "captures" / name).read_text(encoding="utf-8")
+    return lambda name: (CAPTURES / name).read_text(encoding="utf-8")
 
 
 @pytest.fixture
