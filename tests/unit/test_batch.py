@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,16 +26,12 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     arguments,
     deadline,
     holders,
-    node,
-    nvidia_smi,
     program,
-    verdict,
-    work,
 )
 from ansible_collections.gpuops.gpu.plugins.modules import gpu_release as gpu_release_module
 from ansible_collections.gpuops.gpu.plugins.modules import gpu_state as gpu_state_module
 from ansible_collections.gpuops.gpu.plugins.plugin_utils import batch
-from tests.patience import PATIENCE, until
+from tests.patience import PATIENCE
 
 GPU = "0, GPU-1, 00000000:00:06.0, {}, 143771, 616, 0, 31, P0, 580.159.04, NVIDIA H200"
 CLEAN = f"""#!/bin/sh
@@ -678,57 +673,6 @@ def test_a_proc_of_another_namespace_makes_everything_unknown(machine: Machine) 
     assert (result["verdict"], result["actions"], answer["settled"]) == ("unknown", [], True)
     assert result["reason"].startswith("/proc on the acting host is not that of its own")
     assert "mount -t proc" in result["remedy"]
-
-
-class Idle:
-    """Stands for the readers and for what the targets share, where a test needs neither."""
-
-    stuck = ""
-
-    def __init__(self, *_: object) -> None:
-        self.session = SimpleNamespace(close=lambda: None)
-        self.began = time.monotonic()
-
-    def start_others(self) -> None:
-        """Nothing to start."""
-
-    def of(self, _: object) -> None:
-        """No reader."""
-
-
-def test_a_target_whose_work_does_not_end_is_unknown_and_delays_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Thread(threading.Thread):
-        """Is waited for only when no other has anything left to do."""
-
-        def join(self, timeout: float | None = None) -> None:
-            there = threading.enumerate
-            assert until(lambda: sum(isinstance(each, Thread) for each in there()) < 2)
-            super().join(timeout)
-
-    def serve(_: object, target: Any, *__: object) -> dict[str, Any]:
-        if target.name == "stuck":
-            time.sleep(60)
-        judged = verdict.Verdict(verdict.CLEAN, "")
-        return work.bare_result(target.name, judged)
-
-    monkeypatch.setattr(program, "threading", SimpleNamespace(Thread=Thread))
-    monkeypatch.setattr(nvidia_smi, "Readers", Idle)
-    monkeypatch.setattr(node, "Node", Idle)
-    monkeypatch.setattr(program, "_serve", serve)
-    monkeypatch.setattr(deadline, "of_request", lambda _: 0.5)
-    began = time.monotonic()
-    names = ["one", "stuck", "two"]
-    request = {"verb": "state", "targets": [{"name": name} for name in names], "earlier": {}}
-    answer = program.run(request)
-    assert time.monotonic() - began < PATIENCE
-    words = {name: host["verdict"] for name, host in answer["hosts"].items()}
-    assert words == {"one": "clean", "stuck": "unknown", "two": "clean"}
-    late = answer["hosts"]["stuck"]
-    assert late["reason"] == "the work on stuck was given up after 0.5 s"
-    assert late["settled"]
-    assert "reboot" in late["remedy"]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     verdict,
     work,
 )
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 
 class Idle:
@@ -93,6 +93,40 @@ def test_the_signals_of_a_work_that_is_given_up_stay_in_the_record(
     assert answer["reason"] == "the work on node1 was given up after 0.5 s"
     assert (answer["verdict"], answer["changed"]) == ("unknown", True)
     assert answer["actions"] == [{"rung": "kill", "result": "sent"}]
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_target_whose_work_does_not_end_is_unknown_and_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Thread(threading.Thread):
+        """Is waited for only when no other has anything left to do."""
+
+        def join(self, timeout: float | None = None) -> None:
+            there = threading.enumerate
+            assert until(lambda: sum(isinstance(each, Thread) for each in there()) < 2)
+            super().join(timeout)
+
+    def serve(_: object, target: Any, *__: object) -> dict[str, Any]:
+        if target.name == "stuck":
+            time.sleep(60)
+        judged = verdict.Verdict(verdict.CLEAN, "")
+        return work.bare_result(target.name, judged)
+
+    monkeypatch.setattr(program, "threading", SimpleNamespace(Thread=Thread))
+    monkeypatch.setattr(program, "_serve", serve)
+    monkeypatch.setattr(deadline, "of_request", lambda _: 0.5)
+    began = time.monotonic()
+    names = ["one", "stuck", "two"]
+    request = {"verb": "state", "targets": [{"name": name} for name in names], "earlier": {}}
+    answer = program.run(request)
+    assert time.monotonic() - began < PATIENCE
+    words = {name: host["verdict"] for name, host in answer["hosts"].items()}
+    assert words == {"one": "clean", "stuck": "unknown", "two": "clean"}
+    late = answer["hosts"]["stuck"]
+    assert late["reason"] == "the work on stuck was given up after 0.5 s"
+    assert late["settled"]
+    assert "reboot" in late["remedy"]
 
 
 class Alone(Idle):
