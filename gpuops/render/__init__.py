@@ -11,7 +11,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +21,6 @@ from gpuops.text import plain
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-# Each with its template and the ending that a file of it usually has.
-FORMATS = {
-    "json": ("", ".json"),
-    "jsonl": ("", ".jsonl"),
-    "markdown": ("report.md.j2", ".md"),
-    "junit": ("junit.xml.j2", ".xml"),
-    "prometheus": ("", ".prom"),
-    "html": ("report.html.j2", ".html"),
-}
 
 # The folder where a process has its open files, to which /dev/fd and /dev/stdout lead.
 DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
@@ -45,15 +35,7 @@ def render(report: Report, format: str) -> str:
         raise UsageError(
             f"there is no output format '{format}'", f"write one of {', '.join(FORMATS)}"
         )
-    template = FORMATS[format][0]
-    if template:
-        return _fill(template, report)
-    makers: dict[str, Callable[[Report], str]] = {
-        "json": lambda each: each.to_json() + "\n",
-        "jsonl": json_lines,
-        "prometheus": prometheus,
-    }
-    return makers[format](report)
+    return FORMATS[format](report)
 
 
 def json_lines(report: Report) -> str:
@@ -231,3 +213,14 @@ def _code(text: Any) -> str:
         fence += "`"
     edge = " " if words.startswith("`") or words.endswith("`") else ""
     return f"{fence}{edge}{words}{edge}{fence}"
+
+
+# Each with what makes it.
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "json": lambda report: report.to_json() + "\n",
+    "jsonl": json_lines,
+    "markdown": partial(_fill, "report.md.j2"),
+    "junit": partial(_fill, "junit.xml.j2"),
+    "prometheus": prometheus,
+    "html": partial(_fill, "report.html.j2"),
+}

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gpuops import options
 from tests.lab import Lab
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,6 @@ PAIRS = 9
 HOSTS = 200
 BIN = Path(sys.executable).parent
 GPUOPS = str(BIN / "gpuops")
-FORMATS = ("json", "jsonl", "markdown", "junit", "prometheus", "html")
 
 # The command in this process, and at its end the CPU time that it used without its children.
 MEASURED = """
@@ -98,7 +98,7 @@ def cpu_a_host(lab: Lab, verb: str, folder: Path, terminal: bool) -> float:
     file = folder / "cpu"
     argv = [sys.executable, "-c", MEASURED.replace("CPU_FILE", repr(str(file)))]
     argv += [verb, "-l", "gpu_nodes", *(["--yes"] if verb == "reset" else [])]
-    for format in FORMATS:
+    for format in options.FORMATS:
         argv += ["--output", f"{format}={folder / format}"]
     master, slave = pty.openpty() if terminal else os.pipe()
     run = lab.popen(

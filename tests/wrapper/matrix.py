@@ -8,16 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gpuops.api import PLAYBOOKS
 from gpuops.events import Collector
 from gpuops.report import Report
 from tests.wrapper.parsers import PARSERS, parse
 
-VERBS = {
-    "gpu_status": "status",
-    "plan_gpus": "plan",
-    "reset_gpus": "reset",
-    "verify_gpus": "verify",
-}
+VERBS = {playbook: verb for verb, playbook in PLAYBOOKS.items()}
 
 
 def report_of(typed: str, events: list[dict[str, Any]]) -> Report | None:

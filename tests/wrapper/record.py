@@ -16,14 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from gpuops import runner
+from gpuops.api import PLAYBOOKS
 
 FOLDER = Path(__file__).parent / "events"
-PLAYBOOKS = {
-    "status": "gpu_status",
-    "plan": "plan_gpus",
-    "reset": "reset_gpus",
-    "verify": "verify_gpus",
-}
 HELD: dict[str, Any] = {"host": "ct129", "gpus": "0-1", "mib": 76115, "ignore_term": True}
 ONCE = {"gpuops_verify_retries": 1}
 
