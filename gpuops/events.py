@@ -181,7 +181,7 @@ class Collector:
         else:
             seen.own = dict(result)
             seen.look = seen.look or dict(result)
-        last = ours == ("gpu_verify" if self.verb in CERTIFIED else seen_action(self.verb))
+        last = ours == ("gpu_verify" if self.verb in CERTIFIED else last_action(self.verb))
         self._tell(seen, "done" if last else "verify")
 
     def _fails(self, seen: _Seen, ours: str, result: Mapping[str, Any]) -> None:
@@ -331,7 +331,7 @@ class Collector:
         return any((stats.get(count) or {}).get(name) for count in ("failures", "dark"))
 
 
-def seen_action(verb: str) -> str:
+def last_action(verb: str) -> str:
     """The action whose result is the last word on a host where nothing is certified."""
     return "gpu_release" if verb == "plan" else "gpu_state"
 
