@@ -53,7 +53,7 @@ def status(
 
     :param limit: hosts or groups of the inventory, as after ``-l``.
     :param inventory: files or folders; without it, what Ansible's configuration says.
-    :param gpus: only these, by index, UUID or PCI address.
+    :param gpus: only these, by index, range of indices (``"0-3"``), UUID or PCI address.
     :param scope: whose processes count as the host's own: ``job:NUMBER``, ``user:NAME`` or
         ``everything``.
     :param profile: as for :func:`reset`, and like ``check`` of no effect here: all verbs take the
@@ -264,7 +264,7 @@ def _gpus(gpus: Gpus) -> list[str]:
     :raises UsageError: none is named, which the collection would take for all of them, or
         something is named that is no word and no number.
     """
-    what_to_do = "name GPUs by index, UUID or PCI address, or leave gpus out for all of them"
+    what_to_do = "name GPUs by index, range, UUID or PCI address, or leave gpus out for all"
     if isinstance(gpus, str):
         named: list[Any] = [each for each in gpus.split(",") if each.strip()]
     elif isinstance(gpus, Iterable) and not isinstance(gpus, bytes | bytearray | memoryview):

@@ -79,7 +79,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         "gpus": click.option(
             "--gpus",
             metavar="LIST",
-            help="Only these GPUs: index, UUID or PCI address, with commas between.",
+            help="Only these GPUs: index, range (0-3), UUID or PCI address, with commas between.",
         ),
         "scope": click.option(
             "--scope",
