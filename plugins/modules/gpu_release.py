@@ -103,8 +103,12 @@ hosts:
     actions:
       description:
         - Who was signalled (in check mode, who would be), each with all that identifies it, and with
-          rung, signal and result (V(sent), V(gone), V(let go), V(changed), V(unreadable),
+          rung, signal, at (clock ticks since boot), restarted_by (the unit or container, in words, whose
+          manager may start it again; empty without one), start (which tells it from a later process of
+          the same number) and result (V(sent), V(gone), V(let go), V(changed), V(unreadable),
           V(not permitted), V(out of reach), V(would be sent)).
+        - Where MPS was told to quit in vain, result is what it said, V(MPS did not answer), V(exit code 1)
+          or another one, or why it could not be told.
       type: list
     plan:
       description: In check mode, the holders in scope as a plan remembers them.

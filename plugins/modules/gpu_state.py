@@ -57,15 +57,19 @@ hosts:
       type: str
     place:
       description: Where it was read, in words, as in V(container 129).
+      returned: when it was read, so not if it was refused, failed or was given up
       type: str
     inside:
       description: Whether it was read from inside a container, where the holders of others are hidden.
+      returned: when it was read, so not if it was refused, failed or was given up
       type: bool
     scope:
       description: Whose processes are in scope.
+      returned: when it was read, so not if it was refused, failed or was given up
       type: str
     holders_only:
       description: Whether memory counted as not told, so that only holders decided.
+      returned: when it was read, so not if it was refused, failed or was given up
       type: bool
     verdict:
       description: V(clean), V(held), V(blocked), V(unkillable) or V(unknown).
@@ -121,6 +125,7 @@ hosts:
       type: dict
     readings:
       description: How often the memory was read.
+      returned: when it was read, so not if it was refused, failed or was given up
       type: int
     problems:
       description: What could not be read and was done without, in sentences.
@@ -132,6 +137,7 @@ hosts:
       type: float
     scan:
       description: How long the look at all processes took, at how many, and whether it was deep.
+      returned: when the processes were looked at
       type: dict
 settled:
   description: True if a further rung of the ladder has nothing to do for any target.

@@ -47,4 +47,11 @@ verdict:
   description: V(clean), V(held), V(blocked), V(unkillable) or V(unknown).
   returned: when the host it acts on answered
   type: str
+msg:
+  description:
+    - What was proved, the used MiB of each GPU, and what was done before, in sentences.
+    - Where it fails, one sentence with the reason and what to do.
+  returned: always
+  type: list
+  elements: str
 """

@@ -27,6 +27,8 @@ from ansible_collections.gpuops.gpu.plugins.module_utils import (
     deadline,
     holders,
     program,
+    verdict,
+    work,
 )
 from ansible_collections.gpuops.gpu.plugins.modules import gpu_release as gpu_release_module
 from ansible_collections.gpuops.gpu.plugins.modules import gpu_state as gpu_state_module
@@ -306,11 +308,16 @@ def test_everything_that_is_returned_is_documented(machine: Machine) -> None:
     for result in answer["hosts"].values():
         assert set(result) == set(state)
     assert set(released) - {"before"} <= set(state)
-    for key, shown in (
-        ("gpus", [*answer["hosts"]["node1"]["gpus"][0]]),
-        ("holders", [*holders.Holder(1).as_dict()]),
+    bare = work.bare_result("node1", verdict.Verdict(verdict.UNKNOWN, ""))
+    assert set(bare) == {key for key, each in state.items() if "returned" not in each}
+    rung = {"name": "kill", "signal": "KILL"}
+    signalled = work.action(holders.Holder(1), rung, "sent")
+    for of, key, shown in (
+        (state, "gpus", {*answer["hosts"]["node1"]["gpus"][0]}),
+        (state, "holders", {*holders.Holder(1).as_dict()}),
+        (released, "actions", {*signalled} - {*holders.Holder(1).as_dict()}),
     ):
-        text = " ".join(state[key]["description"])
+        text = " ".join(of[key]["description"])
         assert [word for word in shown if not re.search(rf"\b{word}\b", text)] == []
 
 
