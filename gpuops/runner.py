@@ -206,6 +206,9 @@ def versions() -> dict[str, str]:
 def environment() -> dict[str, str]:
     """What Ansible needs beside the environment as it is."""
     added = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_FORCE_COLOR": "0"} | STRICT | UNFIT
+    # It does not start in a locale that is not UTF-8, and only Linux is sure to have this one.
+    if sys.platform == "linux":
+        added["LC_ALL"] = "C.UTF-8"
     if _settings() is None:
         added |= {name: value for name, value in DEFAULTS.items() if name not in os.environ}
     if (ROOT / "collections").is_dir():  # a checkout, installed or not

@@ -507,6 +507,19 @@ def test_a_run_on_full_and_closed_streams(shell: Callable[[str], Done], tmp_path
         file.unlink()
 
 
+@pytest.mark.parametrize(
+    "locale", ["LC_ALL=C", "LC_ALL=POSIX", "LANG=de_DE.ISO-8859-1", "LC_ALL=en_XX.UTF-8"]
+)
+def test_a_run_in_a_locale_that_ansible_refuses(
+    shell: Callable[[str], Done], tmp_path: Path, locale: str
+) -> None:
+    """On this machine: what a status finds here does not matter, but that there is a result."""
+    unset = "unset LANG LC_ALL LC_CTYPE"
+    done = shell(f"{unset}; export {locale}; gpuops status -l node1 -i {{sites}} --output json=x")
+    assert done.err == ""
+    assert Report.from_json((tmp_path / "here/x").read_text()).hosts[0].name == "node1"
+
+
 def test_a_pipe_that_nobody_opens_holds_up_nothing_else(
     shell: Callable[[str], Done], tmp_path: Path
 ) -> None:
