@@ -33,7 +33,7 @@ Exit codes (the worst of all hosts wins):
 
 DOCTOR_CODES = """\b
 Exit codes (the worst of all machines wins):
-   0  all can be reached and read, whoever holds their GPUs
+   0  all that were asked can be reached and read, whoever holds their GPUs
    1  a bug of gpuops
    2  what was asked for, or the inventory, is wrong
   13  unknown: one could not be read, or not in time
@@ -227,7 +227,8 @@ def doctor(limit: str, inventory: tuple[str, ...], timeout: float | None, verbos
     """Find out whether machines can be reached, what they lack, and which GPUs they have.
 
     Changes nothing. Who holds the GPUs does not matter here: the exit code is 0 if every machine
-    can be reached and read. What a machine lacks on the way to its GPUs hides what lies behind it.
+    that was asked can be reached and read. A Proxmox host marked -- was not asked itself: it counts
+    only as the way to its containers. What is lacking on that way hides what lies behind it.
 
     \b
     gpuops doctor -l all
@@ -239,8 +240,8 @@ def doctor(limit: str, inventory: tuple[str, ...], timeout: float | None, verbos
     from gpuops.text import plain
 
     def say(found: findings.Finding) -> None:
-        well, text, remedy = found
-        line = f"{'ok  ' if well else 'BAD '} {text}" + (f"; to do: {remedy}" if remedy else "")
+        mark, text, remedy = found
+        line = f"{mark:4} {text}" + (f"; to do: {remedy}" if remedy else "")
         click.echo(plain(line))
 
     for each in findings.here():

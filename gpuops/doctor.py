@@ -11,8 +11,9 @@ from gpuops import runner
 from gpuops.errors import GpuopsError
 from gpuops.report import EXIT_CODES, READABLE, Host, Report, worst
 
-Finding = tuple[bool, str, str]
-"""Whether it is well, what was found, and what to do."""
+OK, BAD, NOT_ASKED = "ok", "BAD", "--"
+Finding = tuple[str, str, str]
+"""One of these three, what was found, and what to do."""
 
 
 def here() -> Iterator[Finding]:
@@ -20,15 +21,15 @@ def here() -> Iterator[Finding]:
     found = runner.versions()
     for name in ("ansible-core", "ansible-runner"):
         if name in found:
-            yield True, f"{name} {found[name]}", ""
+            yield OK, f"{name} {found[name]}", ""
         else:
-            yield False, f"there is no {name}", f"pip install {name}"
+            yield BAD, f"there is no {name}", f"pip install {name}"
     try:
-        yield True, runner.program("ansible-playbook")[0], ""
+        yield OK, runner.program("ansible-playbook")[0], ""
     except GpuopsError as error:
-        yield False, error.what, error.remedy
+        yield BAD, error.what, error.remedy
     ssh = shutil.which("ssh")
-    yield bool(ssh), ssh or "there is no ssh", "" if ssh else "install the OpenSSH client"
+    yield OK if ssh else BAD, ssh or "there is no ssh", "" if ssh else "install the OpenSSH client"
 
 
 def there(report: Report) -> Iterator[Finding]:
@@ -41,20 +42,20 @@ def there(report: Report) -> Iterator[Finding]:
         if host.verdict in READABLE:
             part = f" ({host.part})" if host.part else ""
             text = f"{host.name}: reached{_way(host)}, {_gpus(host)}, {host.verdict}{part}"
-            yield True, text, ""
+            yield OK, text, ""
         else:
-            yield False, f"{host.name}: {host.verdict}{_way(host)}: {host.reason}", host.remedy
+            yield BAD, f"{host.name}: {host.verdict}{_way(host)}: {host.reason}", host.remedy
         for problem in host.problems:
             if _way(host) or host.reason not in problem:
                 besides[f"{host.route.partition(' ')[0] or host.name}: {problem}"] = None
     for text in besides:
-        yield True, text, ""
+        yield OK, text, ""
     for each in report.skipped:
-        yield True, f"{each.name}: {each.reason}", ""
+        yield NOT_ASKED, f"{each.name}: not asked: {each.reason}", ""
 
 
 def exit_code(report: Report) -> int:
-    """0 if every machine can be reached and read, else the worst one's."""
+    """0 if every machine that was asked can be reached and read, else the worst one's."""
     if report.ended == "interrupted":
         return 130
     bad = [host.verdict for host in report.hosts if host.verdict not in READABLE]

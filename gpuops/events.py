@@ -31,6 +31,8 @@ from gpuops.text import squeeze
 OURS = "gpuops.gpu."
 # Verbs whose last word on a host is the certificate of gpu_verify.
 CERTIFIED = ("reset", "verify")
+# True of one that has no container too.
+LEFT_OUT = "a Proxmox host is looked at through its containers only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +238,7 @@ class Collector:
         skipped: list[Skipped] = []
         for seen in self.hosts.values():
             if seen.route == "carrier":
-                skipped.append(
-                    Skipped(name=seen.name, reason="it carries containers and is not reset itself")
-                )
+                skipped.append(Skipped(name=seen.name, reason=LEFT_OUT))
             else:
                 hosts.append(self._host(seen, ended))
         return Report(

@@ -804,6 +804,16 @@ def test_doctor(
     assert says in done.out and "ok   ansible-core 2." in done.out
 
 
+def test_doctor_calls_nothing_ok_that_it_did_not_ask(
+    call: Call, monkeypatch: pytest.MonkeyPatch, replay: Replay
+) -> None:
+    monkeypatch.setattr(api, "status", lambda *_, **__: replay("reset-held"))
+    done = call("doctor", "-l", "all")
+    (line,) = (each for each in done.out.splitlines() if " pve1: " in each)
+    said = "not asked: a Proxmox host is looked at through its containers only"
+    assert line == f"--   pve1: {said}"
+
+
 @pytest.mark.lab
 def test_doctor_names_what_a_machine_lacks(lab: Lab) -> None:
     for name in ("pve2", "node1"):
