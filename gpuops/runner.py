@@ -54,12 +54,14 @@ STRICT = {
 }
 
 # Settings that may be sound elsewhere. At a prompt a run would wait for ever, since its terminal is
-# ansible-runner's; and results that are hidden say nothing to us either.
+# ansible-runner's; results that are hidden say nothing to us either; and a host that fails would
+# end the run of all others.
 UNFIT = {
     "ANSIBLE_ASK_PASS": "False",
     "ANSIBLE_BECOME_ASK_PASS": "False",
     "ANSIBLE_ASK_VAULT_PASS": "False",
     "ANSIBLE_NO_LOG": "False",
+    "ANSIBLE_ANY_ERRORS_FATAL": "False",
 }
 # A prompt that no setting forbids, of vault_identity_list = NAME@prompt; Ansible then says so.
 NO_ANSWER = {r"Vault password.*: ?$": ""}

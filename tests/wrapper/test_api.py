@@ -419,6 +419,18 @@ def test_a_run_gives_its_result_whatever_is_set_for_ansible(
     assert "Traceback" not in "".join(said)
 
 
+def test_a_host_that_fails_ends_no_other_whatever_is_set_for_ansible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANSIBLE_ANY_ERRORS_FATAL", "1")
+    (tmp_path / "sites").write_text(
+        "[all:vars]\nansible_connection=local\n[two]\nnode1 gpuops_scope=wrong\nnode2\n"
+    )
+    wrong, other = gpuops.status("all", tmp_path / "sites").hosts
+    assert (wrong.name, wrong.verdict) == ("node1", "refused")
+    assert other.after or other.problems, "it was looked at"
+
+
 def test_a_vault_that_asks_for_its_password_ends_a_run(
     inventory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
