@@ -185,9 +185,16 @@ def _hosts(limit: str | Iterable[str]) -> str:
 
     :raises UsageError: no host is named, or a part is no name, no pattern and no file of names.
     """
-    parts = (limit if isinstance(limit, str) else ",".join(limit)).split(",")
-    names = [part.strip() for part in parts if part.strip()]
     what_to_do = "name hosts or groups of the inventory, as in -l ct129"
+    if isinstance(limit, Iterable) and not isinstance(limit, str):
+        given: list[Any] = list(limit)
+    else:
+        given = [limit]
+    for each in given:
+        if not isinstance(each, str):
+            raise UsageError(f"the limit is or has in it {each!r}, which names no host", what_to_do)
+    parts = ",".join(given).split(",")
+    names = [part.strip() for part in parts if part.strip()]
     if not names:
         raise UsageError("no hosts were named", what_to_do)
     for name in names:

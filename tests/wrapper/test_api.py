@@ -54,6 +54,13 @@ def test_what_ansible_would_take_for_every_host_is_refused(
         gpuops.reset(limit, inventory)
 
 
+@pytest.mark.parametrize("limit", [None, 5, True, b"node1", [None], ["node1", 5], object()])
+def test_a_limit_that_is_no_names(limit: Any, inventory: Path) -> None:
+    for verb in (gpuops.status, gpuops.plan, gpuops.reset, gpuops.verify):
+        with pytest.raises(UsageError, match=r"names no host; .*-l ct129"):
+            verb(limit, inventory)
+
+
 @pytest.mark.parametrize("text", ["", "\n", " \n\t\r\n", None])
 @pytest.mark.parametrize("limit", ["@FILE", "@FILE,@FILE", ["@FILE", ""], ":@FILE", "@FILE:@FILE"])
 def test_files_of_names_without_a_name_are_refused(
