@@ -21,7 +21,7 @@ EXIT_CODES = """\b
 Exit codes (the worst of all hosts wins):
    0  clean: proved, whether or not anything had to be done
    1  a bug of gpuops
-   2  what was asked for, or the inventory, is wrong, or a file could not be written
+   2  refused: what was asked for, or the inventory, is wrong, or a file could not be written
       (if that is the history: only a warning)
   10  held: somebody in scope still holds a GPU
   11  blocked: somebody else holds it, and is named
@@ -35,7 +35,7 @@ DOCTOR_CODES = """\b
 Exit codes (the worst of all machines wins):
    0  all that were asked can be reached and read, whoever holds their GPUs
    1  a bug of gpuops
-   2  what was asked for, or the inventory, is wrong
+   2  refused: what was asked for, or the inventory, is wrong
   13  unknown: one could not be read, or not in time
   14  unreachable
  130  Ctrl-C; what was found so far is shown
@@ -166,14 +166,15 @@ def report(
     "-l",
     "--limit",
     metavar="HOSTS",
-    required=True,
-    help="Names of hosts that were in a run, with commas between; wildcards as in 'ct*', or 'all'.",
+    default="all",
+    help="Names of hosts that were in a run, with commas between; wildcards as in 'ct*'. "
+    "Default: all.",
 )
 @options("log_dir")
 @click.option(
     "--since",
     metavar="WHEN",
-    help="Only runs since then: 7d, 12h, 30m ago, or a date such as 2026-11-01.",
+    help="Only runs since then: so long ago, as 7d, 12h or 30m, or a date, as 2026-11-01.",
 )
 @click.option("--json", "json_", is_flag=True, help="One JSON document a line instead of text.")
 def history(limit: str, log_dir: Path | None, since: str | None, json_: bool) -> None:

@@ -615,6 +615,8 @@ def test_help_tells_the_exit_codes(call: Call, verb: str) -> None:
     for code in (0, 1, 2, 10, 11, 12, 13, 14, 130):
         assert re.search(rf"^ +{code}  \w", done.out, re.M)
     words = " ".join(done.out.split())
+    for verdict, code in EXIT_CODES.items():
+        assert f" {code} {verdict}" in words
     assert "or a file could not be written (if that is the history: only a warning) 10" in words
     assert "&& gpuops" not in done.out, "on a held machine they do not end with 0"
 
@@ -623,12 +625,21 @@ def test_help_of_doctor_tells_those_codes_that_it_has(call: Call) -> None:
     told = re.findall(r"^ +(\d+)  \w", call("doctor", "--help").out, re.M)
     ends = [EXIT_CODES[verdict] for verdict in EXIT_CODES if verdict not in READABLE]
     assert sorted(map(int, told)) == sorted([0, 1, 130, *ends])
+    assert re.search(r"^ +2  refused: ", call("doctor", "--help").out, re.M)
 
 
 def test_help_of_history_speaks_of_no_groups_to_name(call: Call) -> None:
     words = " ".join(call("history", "--help").out.split())
     assert "-l, --limit HOSTS Names of hosts that were in a run" in words
     assert "Hosts or groups" not in words
+
+
+def test_each_time_that_the_help_of_history_shows_is_taken(call: Call) -> None:
+    words = " ".join(call("history", "--help").out.split())
+    shown = re.search(r"so long ago, as (\w+), (\w+) or (\w+), or a date, as ([\d-]+)\.", words)
+    assert shown
+    for each in shown.groups():
+        assert call("history", "--since", each).code == 0
 
 
 @pytest.mark.parametrize("shell", cli.SHELLS)

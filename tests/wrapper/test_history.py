@@ -262,6 +262,8 @@ def test_each_run_is_remembered_and_asked_for(
     read = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["host"] for each in read] == ["ct129", "node1"]
     assert read[0]["gpus"][0]["before_mib"] == 76115 and read[0]["gpus"][0]["after_mib"] == 0
+    assert call(monkeypatch, "history", "--json", *log) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == read
     assert call(monkeypatch, "history", "-l", "ct7", *log) == 0
     assert "no run on ct7 is remembered" in capsys.readouterr().out
     assert call(monkeypatch, "history", "-l", "ct129, node1 ", "--json", *log) == 0
