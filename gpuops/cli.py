@@ -223,8 +223,14 @@ def _print(lines: Iterable[str]) -> int:
 
 
 @gpuops.command(epilog=DOCTOR_CODES)
-@options("limit", "inventory", "timeout", "verbose")
-def doctor(limit: str, inventory: tuple[str, ...], timeout: float | None, verbose: int) -> None:
+@options("limit", "inventory", "extra", "timeout", "verbose")
+def doctor(
+    limit: str,
+    inventory: tuple[str, ...],
+    extra: tuple[tuple[str, Any], ...],
+    timeout: float | None,
+    verbose: int,
+) -> None:
     """Find out whether machines can be reached, what they lack, and which GPUs they have.
 
     Changes nothing. Who holds the GPUs does not matter here: the exit code is 0 if every machine
@@ -253,6 +259,7 @@ def doctor(limit: str, inventory: tuple[str, ...], timeout: float | None, verbos
                 limit,
                 inventory or None,
                 timeout=timeout,
+                variables=dict(extra),
                 verbosity=max(0, verbose - 1),
                 output=words.say if verbose else None,
             )

@@ -12,6 +12,16 @@ import click
 FORMATS = ("json", "jsonl", "markdown", "junit", "prometheus", "html")
 
 
+# Options that set a variable of the collection. -e does not set these: they cannot be set twice.
+SETTING = {
+    "gpus": "gpuops_gpus",
+    "scope": "gpuops_scope",
+    "profile": "gpuops_profile",
+    "plan": "gpuops_plan",
+    "write": "gpuops_plan",
+}
+
+
 class Output(click.ParamType):  # type: ignore[type-arg]
     """``FORMAT`` or ``FORMAT=FILE``."""
 
@@ -56,6 +66,44 @@ class Seconds(click.ParamType):  # type: ignore[type-arg]
         if not number > 0:
             self.fail(f"'{value}' is no number of seconds above zero")
         return number
+
+
+class Variable(click.ParamType):  # type: ignore[type-arg]
+    """``NAME=VALUE``, of a variable that no option of the verb sets."""
+
+    name = "NAME=VALUE"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Any]:
+        """The name, and the value as YAML has it."""
+        name, _, text = str(value).partition("=")
+        if not name.isidentifier() or not text:
+            self.fail(f"{name!r} is not NAME=VALUE, as in gpuops_mps=quit")
+        for each in ctx.command.params if ctx else ():
+            if SETTING.get(each.name or "") == name:
+                self.fail(f"{name} is set by --{each.name}")
+        try:
+            return name, _data(text)
+        except ValueError:
+            self.fail(f"the value of {name} is no YAML of words, numbers, lists and mappings")
+
+
+def _data(text: str) -> Any:
+    """What a text says in YAML.
+
+    :raises ValueError: it is none, or what it says cannot be given to Ansible as JSON.
+    """
+    import json
+
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+        json.dumps(found, allow_nan=False)
+    except (yaml.YAMLError, TypeError, RecursionError) as error:
+        raise ValueError(text) from error
+    return found
 
 
 def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -108,6 +156,14 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             type=click.Path(dir_okay=False),
             help="Write the plan to a file, for gpuops reset --plan.",
         ),
+        "extra": click.option(
+            "-e",
+            "--extra",
+            type=Variable(),
+            multiple=True,
+            help="Set a variable of the roles, as gpuops_mps=quit; VALUE is YAML. No place for "
+            "secrets. May be given several times.",
+        ),
         "timeout": click.option(
             "--timeout",
             metavar="SECONDS",
@@ -150,4 +206,4 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return add
 
 
-RUN = ("timeout", "json", "output", "log_dir", "verbose")
+RUN = ("extra", "timeout", "json", "output", "log_dir", "verbose")

@@ -16,14 +16,12 @@ import click
 from gpuops import api, history, render, runner
 from gpuops import screen as screens
 from gpuops.errors import GpuopsError, Interrupted, PlanError, UsageError
+from gpuops.options import SETTING
 from gpuops.report import Host, Report, totals
 from gpuops.screen import Screen
 
 Targets = list[tuple[str, Path | None]]
 """What is to be written where; ``None`` is standard output."""
-
-# Options that set a variable of the collection, which has the same name after gpuops_.
-SETTING = ("gpus", "scope", "profile", "plan")
 
 # Hosts with these verdicts are in a plan; the others could not be looked at.
 PLANNED = ("clean", "held", "blocked")
@@ -39,10 +37,12 @@ def run(verb: str, given: dict[str, Any], more: dict[str, Any], asks: bool = Fal
     targets = targets_of(given.pop("json_"), given.pop("outputs"))
     verbosity, log_dir = given.pop("verbose"), given.pop("log_dir")
     limit, inventory = given.pop("limit"), given.pop("inventory") or None
+    variables = dict(given.pop("extra"))
     screen = screen_for(targets, live=not verbosity)
     words = Screen(sys.stderr)
     options = {
         **given,
+        "variables": variables,
         "watch": screen.watch,
         "verbosity": max(0, verbosity - 1),
         "output": words.say if verbosity else None,
@@ -82,7 +82,7 @@ def in_options(report: Report, typed: Iterable[str]) -> Report:
 
     def words(text: str) -> str:
         for name in typed:
-            text = re.sub(rf"\bgpuops_{name}\b", f"--{name}", text)
+            text = re.sub(rf"\b{SETTING[name]}\b", f"--{name}", text)
         return text
 
     def host_of(host: Host) -> Host:

@@ -95,7 +95,9 @@ def test_every_option_reaches_the_api(call: Call, answers: Any, tmp_path: Path) 
     call(
         *("reset", "-l", "a,b", "-i", "x", "-i", "y", "--gpus", "0,1", "--scope", "everything"),
         *("--profile", "now", "--check", "--timeout", "60", "--plan", str(plan), "-vv"),
+        *("-e", "gpuops_mps=quit", "--extra", 'gpuops_baseline_mib={"0": 500}'),
     )
+    assert asked["variables"] == {"gpuops_mps": "quit", "gpuops_baseline_mib": {"0": 500}}
     assert asked["limit"] == "a,b"
     assert asked["inventory"] == ("x", "y")
     assert (asked["gpus"], asked["scope"], asked["profile"]) == ("0,1", "everything", "now")
@@ -109,6 +111,32 @@ def test_what_is_not_said_is_left_to_the_collection(call: Call, answers: Any, ve
     assert call(verb, "-l", "all").code == 0
     assert asked["inventory"] is None and asked["gpus"] is None and asked["scope"] is None
     assert asked["timeout"] is None and asked["output"] is None
+
+
+def test_a_question_is_about_the_same_variables(
+    call: Call, answers: Any, types: Callable[[str], None]
+) -> None:
+    asked = [answers("plan", "plan-held"), answers("reset", "reset-held")]
+    types("y\n")
+    call("reset", "-l", "all", "-e", "gpuops_mps=quit")
+    assert [each["variables"] for each in asked] == [{"gpuops_mps": "quit"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5", 5),
+        ("false", False),
+        ("[a, b]", ["a", "b"]),
+        ("a=b", "a=b"),
+        ("''", ""),
+        ("{0: 5}", {0: 5}),
+    ],
+)
+def test_the_value_of_a_variable_is_yaml(call: Call, answers: Any, text: str, value: Any) -> None:
+    asked = answers("status", "status-held")
+    call("status", "-l", "all", "-e", f"gpuops_x={text}")
+    assert asked["variables"] == {"gpuops_x": value}
 
 
 # --- exit codes and errors ---
@@ -152,6 +180,32 @@ def test_ctrl_c_shows_the_report_so_far(
                 "see gpuops reset --help",
             )
             for text in ("0", "-1", "x", "nan", "")
+        ),
+        *(
+            (["status", "-l", "a", "-e", text], says, "see gpuops status --help")
+            for text, says in (
+                ("gpuops_mps", "'gpuops_mps' is not NAME=VALUE"),
+                ("gpuops_mps=", "'gpuops_mps' is not NAME=VALUE"),
+                ("=quit", "'' is not NAME=VALUE"),
+                ("a\nb=quit", r"'a\nb' is not NAME=VALUE"),
+                ("@file", "'@file' is not NAME=VALUE"),
+                ("gpuops-mps=quit", "'gpuops-mps' is not NAME=VALUE"),
+                ("gpuops_rungs=[\n", "the value of gpuops_rungs is no YAML"),
+                ("gpuops_rungs=" + 3000 * "[", "the value of gpuops_rungs is no YAML"),
+                ("gpuops_mps={{ x }}", "the value of gpuops_mps is no YAML"),
+                ("gpuops_mps=2026-11-01", "the value of gpuops_mps is no YAML"),
+                ("gpuops_mps=.nan", "the value of gpuops_mps is no YAML"),
+                ("gpuops_gpus=1", "gpuops_gpus is set by --gpus"),
+            )
+        ),
+        *(
+            ([verb, "-l", "a", "-e", f"gpuops_{name}=x"], f"is set by --{option}", "see gpuops")
+            for verb, name, option in (
+                ("plan", "plan", "write"),
+                ("reset", "plan", "plan"),
+                ("reset", "profile", "profile"),
+                ("verify", "scope", "scope"),
+            )
         ),
         ([], "Missing command", "see gpuops --help"),
         (["reset", "-l", "a", "-i", "none.yml"], "none.yml is not there", "gpuops init"),
@@ -507,6 +561,17 @@ def test_a_run_on_full_and_closed_streams(shell: Callable[[str], Done], tmp_path
         file.unlink()
 
 
+def test_a_variable_reaches_the_roles_and_is_written_down_nowhere(
+    shell: Callable[[str], Done], tmp_path: Path
+) -> None:
+    status = "gpuops status -l node1 -i {sites} --log-dir log --output json=x"
+    assert "mean gpuops_protect_more" in shell(f"{status} -e gpuops_protet_more=x").out
+    shell(f"rm -r x log; {status} -e a_word=hunter2")
+    for file in ("x", "log/history.jsonl"):
+        written = (tmp_path / "here" / file).read_text()
+        assert "node1" in written and "hunter2" not in written
+
+
 @pytest.mark.parametrize(
     "locale", ["LC_ALL=C", "LC_ALL=POSIX", "LANG=de_DE.ISO-8859-1", "LC_ALL=en_XX.UTF-8"]
 )
@@ -813,6 +878,14 @@ def test_doctor(
     done = call("doctor", "-l", "all")
     assert done.code == code
     assert says in done.out and "ok   ansible-core 2." in done.out
+
+
+def test_doctor_looks_with_the_variables_that_are_given(
+    call: Call, answers: Any, replay: Replay
+) -> None:
+    asked = answers("status", replay("status-held"))
+    call("doctor", "-l", "all", "-e", "gpuops_expected_gpus=8")
+    assert asked["variables"] == {"gpuops_expected_gpus": 8}
 
 
 def test_doctor_calls_nothing_ok_that_it_did_not_ask(
