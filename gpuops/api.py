@@ -170,6 +170,10 @@ def verify(
 ) -> Report:
     """Wait until the GPUs are proved clean, or say why they are not. Changes nothing.
 
+    How often what may become clean by itself is read again, and after how many seconds, say
+    ``gpuops_verify_retries`` and ``gpuops_verify_delay`` in ``variables``; 10 and 1 if they are not
+    there.
+
     The parameters and the exceptions are those of :func:`status`.
     """
     asked = _variables(variables, gpus=gpus, scope=scope, profile=profile)

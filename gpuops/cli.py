@@ -55,7 +55,7 @@ def gpuops() -> None:
     gpuops status -l ct129       who holds which GPU? changes nothing
     gpuops plan -l ct129         whom would a reset signal?
     gpuops reset -l ct129        from held to clean, step by step
-    gpuops verify -l ct129       wait until clean, or say why not
+    gpuops verify -l ct129       wait some seconds until clean, or say why not
 
     To begin: gpuops init writes an inventory, gpuops doctor says whether it works.
     """
@@ -114,8 +114,12 @@ def reset(check: bool, yes: bool, plan: str | None, **given: Any) -> None:
 def verify(**given: Any) -> None:
     """Wait until the GPUs are proved clean, or say why they are not. Changes nothing.
 
+    What may become clean by itself is read again up to 10 times, with 1 second between
+    (gpuops_verify_retries and gpuops_verify_delay of the roles); all else is told at once.
+
     \b
     gpuops verify -l gpu_nodes --output junit=gpus.xml
+    gpuops verify -l ct129 -e gpuops_verify_retries=600      for ten minutes and more
     """
     run("verify", given, {})
 

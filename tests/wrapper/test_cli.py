@@ -693,6 +693,14 @@ def test_help_of_doctor_tells_those_codes_that_it_has(call: Call) -> None:
     assert re.search(r"^ +2  refused: ", call("doctor", "--help").out, re.M)
 
 
+def test_help_of_verify_says_how_long_it_waits(call: Call, root: Path) -> None:
+    words = " ".join(call("verify", "--help").out.split())
+    roles = yaml.safe_load((root / "roles/gpu_verify/defaults/main.yml").read_text())
+    retries, delay = roles["gpuops_verify_retries"], roles["gpuops_verify_delay"]
+    assert f"read again up to {retries} times, with {delay} second between" in words
+    assert "-e gpuops_verify_retries=600 for ten minutes" in words
+
+
 def test_help_of_history_speaks_of_no_groups_to_name(call: Call) -> None:
     words = " ".join(call("history", "--help").out.split())
     assert "-l, --limit HOSTS Names of hosts that were in a run" in words
