@@ -134,7 +134,8 @@ class Collector:
         elif kind == "runner_on_unreachable":
             # For a batch this is every host's own to say, and it overrules this one.
             words = squeeze(str(result.get("msg", ""))).removeprefix("Task failed: ")
-            seen.unreachable = words or "no connection"
+            # What ssh itself says, where Ansible says at length that it has said something.
+            seen.unreachable = words.partition("over ssh: ")[2] or words or "no connection"
             seen.own, seen.certificate = {}, ""
             self._tell(seen, "done")
         elif kind == "runner_on_failed" and not data.get("ignore_errors"):
@@ -265,7 +266,8 @@ class Collector:
             what, _, remedy = seen.refused.removeprefix(f"{seen.name}: ").partition("; ")
             return "refused", what, remedy or "correct it"
         if seen.unreachable:
-            return "unreachable", seen.unreachable, f"see whether 'ssh {where}' works"
+            remedy = f"see whether 'ssh {where}' works, with the user and address of the inventory"
+            return "unreachable", seen.unreachable, remedy
         word, reason, remedy = (str(seen.look.get(k, "")) for k in ("verdict", "reason", "remedy"))
         said = seen.certificate or str(seen.own.get("verdict", ""))
         if seen.failed and said in ("", "clean"):

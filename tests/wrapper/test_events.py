@@ -126,8 +126,29 @@ def test_a_host_of_which_some_gpus_were_looked_at_says_which(replay: Replay) -> 
 
 def test_unreachable_says_where(replay: Replay) -> None:
     host = replay("reset-unreachable").hosts[0]
-    assert host.remedy == "see whether 'ssh pve1' works"
-    assert "refused" in host.reason
+    assert host.remedy == "see whether 'ssh pve1' works, with the user and address of the inventory"
+    assert host.reason == "ssh: connect to host 10.77.0.11 port 22: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            "Make sure this host can be reached over ssh: ",
+            "Make sure this host can be reached over ssh:",
+        ),
+        (
+            "Failed to connect to the host via ssh: no route",
+            "Failed to connect to the host via ssh: no route",
+        ),
+        ("", "no connection"),
+    ],
+)
+def test_unreachable_always_has_a_reason(words: str, reason: str) -> None:
+    collector = Collector("reset", False)
+    data = {"host": "a", "res": {"unreachable": True, "msg": words}}
+    collector.take({"event": "runner_on_unreachable", "event_data": data})
+    assert collector.report().hosts[0].reason == reason
 
 
 def test_a_refusal_says_what_to_write(replay: Replay) -> None:
