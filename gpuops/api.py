@@ -375,7 +375,8 @@ def _run(
         first = textwrap.shorten(said[0].replace(", ignoring:", ":"), 300, placeholder=" …")
         raise AnsibleError(
             f"Ansible ended without a result: {first}",
-            "correct the inventory, or what was given after -l; -v shows all that Ansible says",
+            "correct the inventory, what was given after -l, or Ansible's own settings "
+            "(environment, ansible.cfg); -v shows all that Ansible says",
             " ".join(said),
         )
     return report()

@@ -243,7 +243,19 @@ def test_where_ansible_ends_the_first_that_it_says_is_the_error(
     assert done.code == 2
     what, to_do = done.err.splitlines()
     assert what == f"gpuops: Ansible ended without a result: {says.replace('FILE', str(file))}"
-    assert to_do.startswith("        correct the inventory, or what was given after -l")
+    assert to_do.startswith("        correct the inventory, what was given after -l, or ")
+
+
+def test_where_ansibles_settings_leave_nothing_to_do_they_are_named(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANSIBLE_SKIP_TAGS", "always")
+    (tmp_path / "sites").write_text("node1 ansible_connection=local\n")
+    done = call("status", "-l", "node1", "-i", str(tmp_path / "sites"))
+    assert done.code == 2
+    what, to_do = done.err.splitlines()
+    assert what == "gpuops: Ansible ended without a result: it said nothing"
+    assert "or Ansible's own settings (environment, ansible.cfg)" in to_do
 
 
 def test_what_was_typed_as_an_option_is_named_as_one(
