@@ -31,6 +31,8 @@ from gpuops.text import squeeze
 OURS = "gpuops.gpu."
 # Verbs whose last word on a host is the certificate of gpu_verify.
 CERTIFIED = ("reset", "verify")
+# What Ansible does first in each role, before anything is read, with what was set for it.
+VALIDATION = "ansible.builtin.validate_argument_spec"
 # True of one that has no container too.
 LEFT_OUT = "a Proxmox host is looked at through its containers only"
 
@@ -139,7 +141,7 @@ class Collector:
             seen.own, seen.certificate = {}, ""
             self._tell(seen, "done")
         elif kind == "runner_on_failed" and not data.get("ignore_errors"):
-            self._fails(seen, ours, result)
+            self._fails(seen, ours or action, result)
         elif kind == "runner_on_ok" and ours == "gpu_route":
             self._routed(seen, result)
         elif kind == "runner_on_ok" and ours and "verdict" in result:
@@ -193,8 +195,8 @@ class Collector:
             self._said(seen, ours, result)
             return
         self.failures.append(message)
-        if ours == "gpu_route":
-            seen.refused = message
+        if ours == "gpu_route" or (ours == VALIDATION and not seen.look):
+            seen.refused = message.removeprefix("Validation of arguments failed: ")
         elif ours == "gpu_release" and seen.look.get("refused"):
             seen.refused = f"{seen.name}: {seen.look['refused']}"
         else:

@@ -539,10 +539,10 @@ def _runs(indices: list[int]) -> list[list[int]]:
 
 
 def _memory_of(used: int | None, indices: list[int]) -> str:
-    text = "%d MiB" % used if used is not None else "-"
-    if not indices[1:]:
-        return "GPU %d: %s" % (indices[0], text)
-    return "GPU %d-%d: %s each" % (indices[0], indices[-1], text)
+    name = "GPU %d" % indices[0] + ("-%d" % indices[-1] if indices[1:] else "")
+    if used is None:
+        return "%s: memory not told" % name
+    return "%s: %d MiB%s" % (name, used, " each" if indices[1:] else "")
 
 
 def short(holder: holders.Holder) -> str:

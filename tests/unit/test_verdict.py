@@ -864,5 +864,5 @@ def test_gpus_with_the_same_in_use_are_named_together() -> None:
         return verdict.memory_sentence(gpus[:3] + gpus[4:])
 
     assert said(7, 7, 7, 0, 7, 4, None, None, 4) == (
-        "GPU 0-2: 7 MiB each, GPU 4: 7 MiB, GPU 5: 4 MiB, GPU 6-7: - each, GPU 8: 4 MiB"
+        "GPU 0-2: 7 MiB each, GPU 4: 7 MiB, GPU 5: 4 MiB, GPU 6-7: memory not told, GPU 8: 4 MiB"
     )

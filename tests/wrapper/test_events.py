@@ -157,6 +157,24 @@ def test_a_refusal_says_what_to_write(replay: Replay) -> None:
     assert host.remedy.startswith("write one of")
 
 
+@pytest.mark.parametrize(("looked", "verdict"), [(False, "refused"), (True, "unknown")])
+def test_what_the_roles_do_not_take_is_refused(looked: bool, verdict: str) -> None:
+    """And not what cannot be read; but who was looked at before may have been signalled."""
+    action = {"resolved_action": "ansible.builtin.validate_argument_spec"}
+    said = "Validation of arguments failed:\nargument 'gpuops_expected_gpus' is 'x'"
+    collector = Collector("reset", False)
+    if looked:
+        hosts = {"a": {"verdict": "clean", "settled": True}}
+        data = {"host": "a", "resolved_action": "gpuops.gpu.gpu_release", "res": {"hosts": hosts}}
+        collector.take({"event": "runner_on_ok", "event_data": data})
+    data = {"host": "a", **action, "res": {"msg": said}}
+    collector.take({"event": "runner_on_failed", "event_data": data})
+    host = collector.report().hosts[0]
+    assert host.verdict == verdict
+    assert "argument 'gpuops_expected_gpus' is 'x'" in host.reason
+    assert ("Validation" in host.reason) == looked
+
+
 def test_no_hosts_at_all_leaves_ansibles_words(recorded: Callable[[str], dict[str, Any]]) -> None:
     collector = Collector("reset", False)
     for event in recorded("reset-no-hosts")["events"]:
