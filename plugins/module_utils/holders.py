@@ -511,6 +511,11 @@ def _is_kernels(folder: str) -> bool:
     return fields is not None and bool(int(fields[6]) & KERNEL_THREAD)
 
 
+def _is_ending(fields: list[str]) -> bool:
+    """Is the task of these fields about to exit, or has it exited?"""
+    return bool(int(fields[6]) & EXITING)
+
+
 def _hangs_while_it_ends(name: str) -> bool:
     """Does any task of this process, which has nothing open, wait in the kernel while it ends?
 
@@ -520,7 +525,7 @@ def _hangs_while_it_ends(name: str) -> bool:
     if _is_kernels("/proc/" + name):
         return False
     tasks = (_stat("/proc/%s/task/%s" % (name, task)) for task in _live_tasks(name))
-    return any(fields and fields[0] == "D" and int(fields[6]) & EXITING for fields in tasks)
+    return any(fields and fields[0] == "D" and _is_ending(fields) for fields in tasks)
 
 
 def has_threads(name: str) -> bool:
@@ -652,12 +657,19 @@ def _live_tasks(name: str) -> list[str]:
     return sorted(tasks, key=lambda task: task != name)
 
 
-def _living_task(pid: int) -> int:
-    """A task of this process that has not exited; the process itself where there is none."""
+def _cgroup(pid: int) -> str:
+    """The control groups of a process, as told by a task of it that is not ending.
+
+    Of one that is, cgroup v1 says the root group, which is the node's own, whatever it is in. Of a
+    process that ends as a whole nothing else is to be had, and it is past being harmed.
+    """
     for task in _live_tasks(str(pid)):
-        if _state("/proc/%d/task/%s" % (pid, task)) not in ("", "Z", "X"):
-            return int(task)
-    return pid
+        text = _read(pid, "task/%s/cgroup" % task)
+        # Asked afterwards: it was not ending when it was read.
+        fields = _stat("/proc/%d/task/%s" % (pid, task))
+        if fields and not _is_ending(fields):
+            return text
+    return _read(pid, "cgroup")
 
 
 def children(pid: int) -> list[int]:
@@ -670,7 +682,7 @@ def children(pid: int) -> list[int]:
 def stat_fields(pid: int) -> list[str] | None:
     """``/proc/PID/stat`` from the state on, or ``None`` if the process is gone.
 
-    Index 0 is the state, 1 the parent, 19 the start time in clock ticks since boot.
+    Index 0 is the state, 1 the parent, 6 the flags, 19 the start time in clock ticks since boot.
     """
     return parse_stat(read_bytes("/proc/%d/stat" % pid))
 
@@ -681,8 +693,8 @@ def parse_stat(text: bytes) -> list[str] | None:
     The name before them may hold spaces and brackets, so the text is cut at the last bracket.
     """
     fields = text.rpartition(b")")[2].decode("ascii", "replace").split()
-    numbers = fields[1:2] + fields[19:20]
-    return fields if len(numbers) == 2 and all(map(_is_number, numbers)) else None
+    numbers = fields[1:2] + fields[6:7] + fields[19:20]
+    return fields if len(numbers) == 3 and all(map(_is_number, numbers)) else None
 
 
 def parse_status(text: bytes) -> dict[str, list[str]]:
@@ -714,9 +726,7 @@ def describe(holder: Holder) -> bool:
     holder.uid = int(uid[0]) if uid and _is_number(uid[0]) else None
     holder.ns_pid = int(ns_pid[0]) if ns_pid and _is_number(ns_pid[0]) else holder.pid
     holder.state = (status.get("State") or [holder.state])[0]
-    # Of a task that has exited cgroup v1 says that it is nobody's; the others still are somebody's.
-    spokesman = _living_task(holder.pid) if holder.state[:1] in ("Z", "X") else holder.pid
-    holder.cgroup = _read(holder.pid, "task/%d/cgroup" % spokesman) or None
+    holder.cgroup = _cgroup(holder.pid) or None
     holder.namespaces = owners.pid_namespaces(holder.pid)
     if holder.state != "D" and not holder.blocks:
         # The command line lies in the process's memory, whose lock a stuck process may hold.

@@ -1059,10 +1059,14 @@ def test_who_hangs_while_it_ends_could_not_be_looked_at(
     assert (scan.skipped, scan.late, scan.holders) == (stays, stays, {})
 
 
-def test_a_dead_main_thread_does_not_say_whose_the_process_is(
-    python: Python, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("state", ["Z (zombie)", "S (sleeping)"])
+def test_a_main_thread_that_ends_does_not_say_whose_the_process_is(
+    python: Python, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """In cgroup v1 a task that has exited is in the root group, which is the node's own."""
+    """cgroup v1 has it in the root group, which is the node's own, as soon as it begins to end.
+
+    It may be long until it has: where it waits for a mount it is no zombie.
+    """
     child = python(
         BEGIN
         + "threading.Thread(target=time.sleep, args=(60,)).start(); ready(); end_this_thread()"
@@ -1072,7 +1076,7 @@ def test_a_dead_main_thread_does_not_say_whose_the_process_is(
 
     def as_v1_tells(path: str) -> bytes:
         if not path.endswith("/cgroup"):
-            return read(path)
+            return read(path).replace(b"Z (zombie)", state.encode())
         dead = path in (f"/proc/{child.pid}/cgroup", f"/proc/{child.pid}/task/{child.pid}/cgroup")
         return b"7:freezer:/\n" if dead else b"7:freezer:/slurm/uid_1000/job_987654/step_0\n"
 
