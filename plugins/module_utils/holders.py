@@ -62,8 +62,8 @@ MPS_PATIENCE = 1.0
 BUSY_LOOKS = 2
 BUSY_PAUSE = 0.02
 
-# Seconds for which one is looked at again that waits in the kernel while it ends: a process with a
-# GPU does so as long as the driver frees its memory.
+# Seconds for which one is looked at again that has yet to end: one with a GPU does not before the
+# driver has freed its memory.
 ENDING_PATIENCE = 1.0
 
 # How often the processes that have come during a look are looked at.
@@ -82,6 +82,10 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 # Flags in /proc/PID/stat, from include/linux/sched.h: of one that ends, and of a kernel thread.
 EXITING = 0x00000004
 KERNEL_THREAD = 0x00200000
+
+# What the first process of a PID namespace waits in, which may be for ever, until the others there
+# are gone: it has let go of all that it had by then (kernel/pid_namespace.c).
+WAITS_FOR_OTHERS = (b"zap_pid_ns_processes", b"do_wait")
 
 # The last word of an option or variable that says who somebody is, and the place for that in an
 # address. Not tokens in general: of those servers have a number.
@@ -440,11 +444,11 @@ def _look_at(
     try:
         count, held = _open_devices("/proc/" + name + "/fd", devices)
         yield "descriptor", held
-        if not count and _hangs_while_it_ends(name):
-            yield ENDING, set()
+        if not count and _is_kernels("/proc/" + name):
             return
         if (deep or not count) and has_threads(name):
-            for own in _task_devices(name, count, devices):
+            for more, own in _task_devices(name, count, devices):
+                count += more
                 yield "task descriptor", own
         if maps and (deep or held):
             mapped = _mapped_devices(name, devices)
@@ -452,6 +456,8 @@ def _look_at(
                 yield "mapping", mapped
             elif deep:
                 yield BUSY, set()
+        if not count and _has_yet_to_end(name):
+            yield ENDING, set()
     except (FileNotFoundError, ProcessLookupError):
         return  # It has ended, and what has ended holds nothing.
     except Exception:  # Refused, or unlike anything we know: it may hold whatever it likes.
@@ -506,7 +512,7 @@ def _state(folder: str) -> str:
 
 
 def _is_kernels(folder: str) -> bool:
-    """Is this a thread of the kernel? It has no memory of its own to map anything into."""
+    """Is this a thread of the kernel? It has no memory of its own, and no files."""
     fields = _stat(folder)
     return fields is not None and bool(int(fields[6]) & KERNEL_THREAD)
 
@@ -516,16 +522,20 @@ def _is_ending(fields: list[str]) -> bool:
     return bool(int(fields[6]) & EXITING)
 
 
-def _hangs_while_it_ends(name: str) -> bool:
-    """Does any task of this process, which has nothing open, wait in the kernel while it ends?
+def _has_yet_to_end(name: str) -> bool:
+    """Has a task of this process, which has nothing open, begun to exit, and not let go of all?
 
     The kernel closes all files of a process that ends before it lets go of any: while one of them
-    cannot be closed the process has nothing open to be seen, and what it had is not free.
+    cannot be closed the process has nothing open to be seen, and what it had is not free. In which
+    state it waits says nothing: who was not killed can be in S, and the driver polls in R.
     """
-    if _is_kernels("/proc/" + name):
-        return False
-    tasks = (_stat("/proc/%s/task/%s" % (name, task)) for task in _live_tasks(name))
-    return any(fields and fields[0] == "D" and _is_ending(fields) for fields in tasks)
+    for task in _live_tasks(name):
+        folder = "/proc/%s/task/%s" % (name, task)
+        fields = _stat(folder)
+        ends = fields and _is_ending(fields) and fields[0] not in "ZX"
+        if ends and read_bytes(folder + "/wchan") not in WAITS_FOR_OTHERS:
+            return True
+    return False
 
 
 def has_threads(name: str) -> bool:
@@ -536,8 +546,8 @@ def has_threads(name: str) -> bool:
         return False
 
 
-def _task_devices(name: str, count: int, devices: Device) -> Iterator[set[str]]:
-    """The devices open in the descriptor table of each task but the main thread.
+def _task_devices(name: str, count: int, devices: Device) -> Iterator[tuple[int, set[str]]]:
+    """As :func:`_open_devices`, of the descriptor table of each task but the main thread.
 
     As a rule all have one table, and reading it once for each of hundreds of tasks takes seconds:
     so if it is long the kernel is asked which of them have the same.
@@ -554,7 +564,7 @@ def _task_devices(name: str, count: int, devices: Device) -> Iterator[set[str]]:
             continue
         count += more
         known = known or (task if more else "")
-        yield held
+        yield more, held
 
 
 def share_table(one: str, other: str) -> bool:
@@ -586,7 +596,7 @@ def _mapped_devices(name: str, devices: Device) -> set[str] | None:
     for task in _live_tasks(name):
         folder = "/proc/%s/task/%s" % (name, task)
         if _state(folder) == "D":
-            return set() if _is_kernels(folder) else None
+            return None
         try:
             with open(folder + "/maps", "rb") as maps:
                 text = maps.read()

@@ -1026,21 +1026,52 @@ def test_who_comes_during_the_look_is_looked_at_too(
 
 
 @pytest.mark.parametrize(
-    ("state", "flags", "hangs"),
+    ("state", "flags", "wchan", "yet"),
     [
-        ("D", holders.EXITING, True),
-        ("D", holders.EXITING | 0x400500, True),
-        ("D", 0x400500, False),
-        ("S", holders.EXITING, False),
-        ("D", holders.EXITING | holders.KERNEL_THREAD, False),
+        ("D", holders.EXITING, "request_wait_answer", True),
+        ("S", holders.EXITING, "request_wait_answer", True),
+        ("R", holders.EXITING | 0x400500, "0", True),
+        ("D", 0x400500, "request_wait_answer", False),
+        ("Z", holders.EXITING, "0", False),
+        ("S", holders.EXITING, "zap_pid_ns_processes", False),
+        ("S", holders.EXITING, "do_wait", False),
     ],
 )
-def test_who_hangs_while_it_ends(
-    monkeypatch: pytest.MonkeyPatch, state: str, flags: int, hangs: bool
+def test_who_has_yet_to_end(
+    monkeypatch: pytest.MonkeyPatch, state: str, flags: int, wchan: str, yet: bool
 ) -> None:
+    """Without a signal the kernel waits for a mount in S, and the driver may poll a GPU in R."""
     line = f"1 (python3) {state} 1 1 1 0 -1 {flags} " + "0 " * 20
-    monkeypatch.setattr(holders, "read_bytes", lambda _: line.encode())
-    assert holders._hangs_while_it_ends(str(os.getpid())) == hangs
+
+    def told(path: str) -> bytes:
+        return (wchan if path.endswith("/wchan") else line).encode()
+
+    monkeypatch.setattr(holders, "read_bytes", told)
+    assert holders._has_yet_to_end(str(os.getpid())) == yet
+
+
+def test_threads_of_the_kernel_have_nothing_that_could_be_looked_at(
+    python: Python, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = python(BEGIN + WAIT)
+    monkeypatch.setattr(holders, "_open_devices", lambda *_: (0, set()))
+    monkeypatch.setattr(holders, "KERNEL_THREAD", 0x400000)  # a flag that the child has
+    for look_further in ("has_threads", "_mapped_devices", "_has_yet_to_end"):
+        monkeypatch.setattr(holders, look_further, lambda *_: pytest.fail("looked at it"))
+    assert list(holders._look_at(str(child.pid), DEVICES, deep=True)) == [("descriptor", set())]
+
+
+def test_who_hangs_in_one_task_while_others_live_on_holds_what_they_have(
+    python: Python, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who passed for one that cannot be looked at would never be ended."""
+    child = python(DEAD_MAIN, nodes.make("nvidia1", 195, 1))
+    assert until(lambda: main_thread_is_dead(child.pid))
+    # The main thread waits for a mount, instead of having exited.
+    as_told = holders.parse_stat
+    monkeypatch.setattr(holders, "parse_stat", lambda text: as_told(text.replace(b") Z", b") D")))
+    scan = holders.scan(DEVICES, pids=[child.pid])
+    assert (set(scan.holders), scan.skipped) == ({child.pid}, set())
 
 
 @pytest.mark.parametrize("for_good", [False, True])
@@ -1053,7 +1084,7 @@ def test_who_hangs_while_it_ends_could_not_be_looked_at(
     until_then = time.monotonic() + (PATIENCE if for_good else 0.2)
     monkeypatch.setattr(holders, "ENDING_PATIENCE", 0.4 if for_good else PATIENCE)
     monkeypatch.setattr(holders, "_open_devices", lambda *_: (0, set()))
-    monkeypatch.setattr(holders, "_hangs_while_it_ends", lambda _: time.monotonic() < until_then)
+    monkeypatch.setattr(holders, "_has_yet_to_end", lambda _: time.monotonic() < until_then)
     scan = holders.scan(DEVICES, deep, pids=[child.pid])
     stays = {child.pid} if for_good else set()
     assert (scan.skipped, scan.late, scan.holders) == (stays, stays, {})
