@@ -298,10 +298,10 @@ def scan(
             break
         names += new
         again.update(_look_at_all(new, devices, result, until, stoppers))
-    looks = 0
+    looks, since = 0, time.monotonic()
     while again and (
         looks < BUSY_LOOKS
-        or (ENDING in again.values() and time.monotonic() < result.started + ENDING_PATIENCE)
+        or (ENDING in again.values() and time.monotonic() < since + ENDING_PATIENCE)
     ):
         time.sleep(BUSY_PAUSE)
         again = _look_at_all(list(again), devices, result, until, stoppers)

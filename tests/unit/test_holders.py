@@ -1090,6 +1090,28 @@ def test_who_hangs_while_it_ends_could_not_be_looked_at(
     assert (scan.skipped, scan.late, scan.holders) == (stays, stays, {})
 
 
+def test_who_takes_a_moment_to_end_has_it_also_after_a_look_that_took_long(
+    python: Python, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = python(BEGIN + WAIT)
+    monkeypatch.setattr(holders, "ENDING_PATIENCE", 1.0)
+    monkeypatch.setattr(holders, "_open_devices", lambda *_: (0, set()))
+    look_at_all, ends = holders._look_at_all, []
+
+    def slowly(*args: Any) -> dict[str, str]:
+        again = look_at_all(*args)
+        if not ends:
+            time.sleep(1.1)
+            ends.append(time.monotonic() + 0.3)
+        return again
+
+    monkeypatch.setattr(holders, "_look_at_all", slowly)
+    monkeypatch.setattr(
+        holders, "_has_yet_to_end", lambda _: not ends or time.monotonic() < ends[0]
+    )
+    assert holders.scan(DEVICES, pids=[child.pid]).skipped == set()
+
+
 @pytest.mark.parametrize("state", ["Z (zombie)", "S (sleeping)"])
 def test_a_main_thread_that_ends_does_not_say_whose_the_process_is(
     python: Python, monkeypatch: pytest.MonkeyPatch, state: str
