@@ -235,8 +235,8 @@ class Scan:
     """One look at all processes of the node, deep or quick.
 
     ``skipped``: the PIDs of those that could not be looked at, or not wholly. ``late``: those of
-    them at which the look did not come to an end, or that hang while they end. ``busy``: the PIDs
-    of those whose mappings alone could not be read, because they were in the kernel all the time.
+    them at which the look did not come to an end. ``ending``: those that have yet to end.
+    ``busy``: those whose mappings alone could not be read, being in the kernel all the time.
     """
 
     def __init__(self, deep: bool) -> None:
@@ -247,6 +247,7 @@ class Scan:
         self.deep = deep
         self.skipped: set[int] = set()
         self.late: set[int] = set()
+        self.ending: set[int] = set()
         self.busy: set[int] = set()
 
     def add(self, pid: int, how: str, devices: list[str]) -> None:
@@ -306,8 +307,8 @@ def scan(
         time.sleep(BUSY_PAUSE)
         again = _look_at_all(list(again), devices, result, until, stoppers)
         looks += 1
-    result.late.update(int(name) for name, how in again.items() if how == ENDING)
-    result.skipped |= result.late
+    result.ending.update(int(name) for name, how in again.items() if how == ENDING)
+    result.skipped |= result.late | result.ending
     result.busy.update(int(name) for name, how in again.items() if how == BUSY)
     result.seconds = time.monotonic() - result.started
     return result

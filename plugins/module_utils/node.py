@@ -187,7 +187,9 @@ class Node:
         view = verdict.View()
         unseen = self._unseen(target, found, untold)
         view.unreadable = [verdict.short(each) for each in unseen]
-        view.late = any(each.pid in found.late | found.busy for each in unseen)
+        waits = found.late | found.busy | found.ending
+        view.late = any(each.pid in waits for each in unseen)
+        view.ending = bool(unseen) and all(each.pid in found.ending for each in unseen)
         home = self.home(target)
         for holder in found.holders.values():
             why = self.why_not(target, holder, home)
@@ -210,7 +212,7 @@ class Node:
         everyone = [holders.Holder(pid) for pid in sorted(pids)]
         stoppers = self.stoppers.known()
         for each in everyone:
-            each.blocks = each.pid in stoppers or each.pid in found.late
+            each.blocks = each.pid in stoppers or each.pid in found.late | found.ending
         unseen = [each for each in everyone if self.identify(each)]
         home = self.home(target)
         return [

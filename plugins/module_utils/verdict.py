@@ -196,6 +196,7 @@ class View:
     ``mine``: in scope and not protected. ``spared``: (holder, why), protected or foreign.
     ``stuck``: of mine, those that outlived SIGKILL. ``unreadable``: who could not be looked at;
     ``late``: because a look at them did not come to an end, and not because it was refused.
+    ``ending``: all of them because they have yet to end.
     """
 
     def __init__(self) -> None:
@@ -205,6 +206,7 @@ class View:
         self.stuck: dict[int, dict[str, str]] = {}
         self.unreadable: list[str] = []
         self.late = False
+        self.ending = False
 
     def holding(self, minor: int | None) -> list[holders.Holder]:
         """Mine on this GPU; a GPU whose minor number is not known may be held by any of them."""

@@ -255,7 +255,8 @@ class Work:
             seen = [self.view.in_the_way(gpu, self.target.is_zero(gpu)) for gpu in self.wanted()]
             return not any(seen) and anybody_signalled(self.earlier + self.actions)
         if judged.word == verdict.UNKNOWN:
-            return self.is_listed_still()
+            only_ending = self.view.ending and not self.problem()
+            return only_ending or self.is_listed_still()
         return judged.word == verdict.HELD and not self.returned(1)
 
     def is_listed_still(self) -> bool:
@@ -382,7 +383,7 @@ class Work:
             self.session.drop_answers()
             self.session.ask(*nvidia_smi.FIRST_QUESTIONS)
             result = self.state()
-            self.name_stuck(killed)
+            self.name_stuck(killed & self.being_killed())
         return self.result() if self.view.stuck else self.settle(result, 0.0)
 
     def being_killed(self) -> set[int]:
@@ -614,7 +615,7 @@ class Work:
             due = proof.zeros or (killed and alive)
             if stuck or (elapsed > patience and not due):
                 self.look()
-                self.name_stuck({grip.pid for grip in stuck})
+                self.name_stuck({grip.pid for grip in stuck if not grip.ended()})
                 break
             if not alive and not proof.zeros and pause.time_to_look():
                 self.look()
