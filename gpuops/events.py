@@ -34,7 +34,9 @@ CERTIFIED = ("reset", "verify")
 # What Ansible does first in each role, before anything is read, with what was set for it.
 VALIDATION = "ansible.builtin.validate_argument_spec"
 # True of one that has no container too.
-LEFT_OUT = "a Proxmox host is looked at through its containers only"
+LEFT_OUT = "it is in the group proxmox_hosts, so only its containers are looked at"
+# How Ansible says that it has found no password for what is encrypted.
+LOCKED = "no vault secrets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,7 @@ class Collector:
         self._tell(seen, "done" if last else "verify")
 
     def _fails(self, seen: _Seen, ours: str, result: Mapping[str, Any]) -> None:
-        message = squeeze(_text(result.get("msg", "")))
+        message = squeeze(_text(_failed_turn(result).get("msg", "")))
         if ours == "gpu_verify" and "verdict" in result:
             self._said(seen, ours, result)
             return
@@ -266,14 +268,15 @@ class Collector:
         where = seen.acting or seen.name
         if seen.refused:
             what, _, remedy = seen.refused.removeprefix(f"{seen.name}: ").partition("; ")
-            return "refused", what, remedy or "correct it"
+            return "refused", what, remedy or _remedy_for(what, "correct it")
         if seen.unreachable:
             remedy = f"see whether 'ssh {where}' works, with the user and address of the inventory"
             return "unreachable", seen.unreachable, remedy
         word, reason, remedy = (str(seen.look.get(k, "")) for k in ("verdict", "reason", "remedy"))
         said = seen.certificate or str(seen.own.get("verdict", ""))
         if seen.failed and said in ("", "clean"):
-            return "unknown", seen.failed + self._unsure(seen), "correct that and run it again"
+            remedy = _remedy_for(seen.failed, "correct that and run it again")
+            return "unknown", seen.failed + self._unsure(seen), remedy
         complete = bool(seen.certificate) or (bool(seen.own) and self.verb not in CERTIFIED)
         if complete or (said and said != "clean"):
             if said == "held" and seen.look.get("holders") and seen.look.get("waiting"):
@@ -283,7 +286,8 @@ class Collector:
             return _word(said), _text(seen.failed), "run it again"
         last = (f"; {word} at the last look: {reason}" if word else "") + self._unsure(seen)
         if ended:
-            return "unknown", f"{ended} before it was proved{last}", "run it again"
+            more = "" if ended == "interrupted" else ", with more time"
+            return "unknown", f"{ended} before it was proved{last}", f"run it again{more}"
         return "unknown", f"{where} gave no answer for it{last}", "run it again with -v"
 
     def _unsure(self, seen: _Seen) -> str:
@@ -338,6 +342,18 @@ class Collector:
 def last_action(verb: str) -> str:
     """The action whose result is the last word on a host where nothing is certified."""
     return "gpu_release" if verb == "plan" else "gpu_state"
+
+
+def _remedy_for(words: str, otherwise: str) -> str:
+    if LOCKED in words:
+        return "name a file with the vault's password in ANSIBLE_VAULT_PASSWORD_FILE"
+    return otherwise
+
+
+def _failed_turn(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a loop the first turn that failed, which says more than the whole."""
+    turns = [each for each in result.get("results") or () if isinstance(each, Mapping)]
+    return next((each for each in turns if each.get("failed")), result)
 
 
 def _text(value: Any) -> str:

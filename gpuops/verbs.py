@@ -85,9 +85,13 @@ def in_options(report: Report, typed: Iterable[str]) -> Report:
             text = re.sub(rf"\b{SETTING[name]}\b", f"--{name}", text)
         return text
 
+    def advice(text: str) -> str:
+        text = re.sub(r"\bset (gpuops_\w+=)", r"add -e \1", words(text))
+        return re.sub(r"\bgpuops_(gpus|scope)\b", r"\g<0> (--\1)", text)
+
     def host_of(host: Host) -> Host:
         spared = tuple(replace(each, reason=words(each.reason)) for each in host.spared)
-        return replace(host, reason=words(host.reason), remedy=words(host.remedy), spared=spared)
+        return replace(host, reason=words(host.reason), remedy=advice(host.remedy), spared=spared)
 
     return replace(report, hosts=tuple(map(host_of, report.hosts)))
 

@@ -21,7 +21,7 @@ import pexpect
 import pytest
 import yaml
 
-from gpuops import Interrupted, PlanError, Report, api, cli, options
+from gpuops import Interrupted, PlanError, Report, api, cli, options, verbs
 from gpuops.render import render
 from gpuops.report import EXIT_CODES, READABLE
 from gpuops.verbs import joined
@@ -914,7 +914,7 @@ def test_doctor_calls_nothing_ok_that_it_did_not_ask(
     monkeypatch.setattr(api, "status", lambda *_, **__: replay("reset-held"))
     done = call("doctor", "-l", "all")
     (line,) = (each for each in done.out.splitlines() if " pve1: " in each)
-    said = "not asked: a Proxmox host is looked at through its containers only"
+    said = "not asked: it is in the group proxmox_hosts, so only its containers are looked at"
     assert line == f"--   pve1: {said}"
 
 
@@ -931,3 +931,25 @@ def test_doctor_names_what_a_machine_lacks(lab: Lab) -> None:
     assert "nvidia-smi is not installed" in said["BAD  node1: "[:11]]
     assert "driver's list of processes: nvidia-smi is not installed" in said["ok   pve2: "[:11]]
     assert "unreachable" in said["BAD  node2: "[:11]]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "shown"),
+    [
+        (
+            "set gpuops_mps=quit to have MPS told to quit",
+            "add -e gpuops_mps=quit to have MPS told to quit",
+        ),
+        (
+            "name its other GPUs in gpuops_gpus too, or set gpuops_baseline_mib",
+            "name its other GPUs in gpuops_gpus (--gpus) too, or set gpuops_baseline_mib",
+        ),
+        ("widen gpuops_scope or -l", "widen gpuops_scope (--scope) or -l"),
+        ("set proxmox_vmid and gpuops_proxmox_host", "set proxmox_vmid and gpuops_proxmox_host"),
+    ],
+)
+def test_a_remedy_names_what_can_be_typed(replay: Replay, remedy: str, shown: str) -> None:
+    run = replay("reset-held")
+    told = replace(run, hosts=(replace(run.hosts[0], remedy=remedy),))
+    assert verbs.in_options(told, []).hosts[0].remedy == shown
+    assert verbs.in_options(told, ["scope"]).hosts[0].remedy.count("--scope") <= 1

@@ -175,6 +175,41 @@ def test_what_the_roles_do_not_take_is_refused(looked: bool, verdict: str) -> No
     assert ("Validation" in host.reason) == looked
 
 
+def failed(action: str, result: dict[str, Any], ended: str = "") -> Any:
+    """What the report says of a host of which this was the only event."""
+    collector = Collector("reset", False)
+    data = {"host": "a", "resolved_action": action, "res": result}
+    collector.take({"event": "runner_on_failed", "event_data": data})
+    return collector.report(ended=ended).hosts[0]
+
+
+def test_a_vault_without_its_password_is_told_what_to_name() -> None:
+    said = "Attempting to decrypt but no vault secrets found"
+    for action in ("gpuops.gpu.gpu_state", "gpuops.gpu.gpu_route"):
+        host = failed(action, {"msg": said})
+        assert (host.reason, "ANSIBLE_VAULT_PASSWORD_FILE" in host.remedy) == (said, True)
+
+
+def test_of_a_loop_the_turn_that_failed_says_why() -> None:
+    turns = [{"msg": "well"}, {"failed": True, "msg": "no such rung"}, {"failed": True, "msg": "x"}]
+    whole = {"msg": "One or more items failed", "results": turns}
+    assert failed("gpuops.gpu.gpu_release", whole).reason.startswith("no such rung")
+
+
+@pytest.mark.parametrize(
+    ("ended", "remedy"),
+    [("interrupted", "run it again"), ("timed out after 3 s", "run it again, with more time")],
+)
+def test_who_had_too_little_time_is_told_to_give_more(ended: str, remedy: str) -> None:
+    collector = Collector("verify", False)
+    hosts = {"a": {"verdict": "held", "reason": "GPU 0: 7 MiB"}}
+    data = {"host": "a", "resolved_action": "gpuops.gpu.gpu_state", "res": {"hosts": hosts}}
+    collector.take({"event": "runner_on_ok", "event_data": data})
+    host = collector.report(ended=ended).hosts[0]
+    assert (host.verdict, host.remedy) == ("unknown", remedy)
+    assert "held at the last look: GPU 0: 7 MiB" in host.reason
+
+
 def test_no_hosts_at_all_leaves_ansibles_words(recorded: Callable[[str], dict[str, Any]]) -> None:
     collector = Collector("reset", False)
     for event in recorded("reset-no-hosts")["events"]:
